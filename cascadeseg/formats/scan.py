@@ -1,0 +1,49 @@
+"""`Scan`: a CT volume as it was stored, with what it takes to read it as HU and to write a mask beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cascadeseg.geometry import Box, Grid
+
+
+@dataclass(frozen=True)
+class Scan:
+    """A CT volume in its own integer type: no float copy of a whole scan is ever made.
+
+    Attributes:
+        voxels: (X, Y, Z) array of stored values, of whatever type the file has, possibly a view or memory-mapped;
+            axis ``a`` is affine column ``a`` of the grid.
+        grid: where the voxels lie.
+        slope: HU = ``slope * voxels + intercept``.
+        intercept: see ``slope``.
+        source: the path it came from, or a word for an in-memory volume; used in messages.
+        native: what the writer needs to give back the input's exact header (the format's own business).
+        warnings: what was odd about it, one line each, for the terminal and the report.
+    """
+
+    voxels: npt.NDArray[Any]
+    grid: Grid
+    slope: float = 1.0
+    intercept: float = 0.0
+    source: str = "array"
+    native: object = None
+    warnings: tuple[str, ...] = field(default=())
+
+    def hu(self, box: Box | None = None) -> npt.NDArray[np.float32]:
+        """The HU of a box of the scan (default: all of it) as a new float32 array; NaN and infinity become air."""
+        voxels = self.voxels if box is None else self.voxels[box.slices]
+        hu = voxels.astype(np.float32)
+        hu *= np.float32(self.slope)
+        hu += np.float32(self.intercept)
+        if self.voxels.dtype.kind == "f":
+            np.nan_to_num(hu, copy=False, nan=-1024.0, posinf=-1024.0, neginf=-1024.0)
+        return hu
+
+    def warned(self, *warnings: str) -> Scan:
+        """The same scan with more warnings."""
+        return replace(self, warnings=(*self.warnings, *warnings))
