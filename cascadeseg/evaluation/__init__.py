@@ -1,0 +1,1 @@
+"""How good a mask is: scores per lung, tables of them, and pictures to look at."""

@@ -1,0 +1,153 @@
+"""Tables of scores: for a terminal, a spreadsheet (CSV) and a program (JSON)."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cascadeseg.evaluation.metrics import LungScores
+
+
+@dataclass(frozen=True)
+class Column:
+    """One measure of a table.
+
+    Attributes:
+        key: the attribute of `LungScores`, and the name in CSV and JSON.
+        title: the column's head on a terminal.
+        digits: decimals on a terminal.
+        worst: which end is bad: ``"low"``, ``"high"``, or ``"far"`` from zero; empty where none is.
+    """
+
+    key: str
+    title: str
+    digits: int
+    worst: str = ""
+
+
+COLUMNS = (
+    Column("dice", "Dice", 4, "low"),
+    Column("nsd_1mm", "NSD 1 mm", 4, "low"),
+    Column("nsd_2mm", "NSD 2 mm", 4, "low"),
+    Column("hd95_mm", "HD95 mm", 2, "high"),
+    Column("assd_mm", "ASSD mm", 2, "high"),
+    Column("volume_ml", "ml", 0),
+    Column("reference_ml", "ref ml", 0),
+    Column("volume_error_ml", "error ml", 1, "far"),
+    Column("volume_error_percent", "error %", 2, "far"),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One scan's scores.
+
+    Attributes:
+        name: of the scan.
+        lungs: its lungs' scores.
+    """
+
+    name: str
+    lungs: tuple[LungScores, ...]
+
+
+def as_text(cases: Sequence[Case]) -> str:
+    """A table for a terminal: a row a lung, and below them the mean and the worst of every column."""
+    rows = [["case", "lung", *(column.title for column in COLUMNS)]]
+    for case in cases:
+        rows += [[case.name, lung.label.side, *_texts(_values(lung))] for lung in case.lungs]
+    summary = _summary(cases)
+    rows += [[name, side, *_texts(values)] for (name, side), values in summary.items()]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(_aligned(row, widths)).rstrip() for row in rows]
+    rule = "-" * max(len(line) for line in lines)
+    lines.insert(len(lines) - len(summary), rule)
+    lines.insert(1, rule)
+    return "\n".join(lines) + "\n"
+
+
+def as_csv(cases: Sequence[Case]) -> str:
+    """A row a lung, then the mean and worst rows, whose first column says so; empty cells are undefined."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["case", "lung", *(column.key for column in COLUMNS)])
+    for case in cases:
+        for lung in case.lungs:
+            writer.writerow([case.name, lung.label.name, *map(_cell, _values(lung))])
+    for (name, side), values in _summary(cases).items():
+        writer.writerow([name, side, *map(_cell, values)])
+    return text.getvalue()
+
+
+def as_json(cases: Sequence[Case]) -> str:
+    """The same as an object; what is undefined or infinite is null (an overlap of 0 or 1 tells which)."""
+    keys = [column.key for column in COLUMNS]
+    content: dict[str, Any] = {
+        "cases": [
+            {"case": case.name, **{lung.label.name: _object(keys, _values(lung)) for lung in case.lungs}}
+            for case in cases
+        ]
+    }
+    for (name, side), values in _summary(cases).items():
+        content.setdefault(name, {})[side] = _object(keys, values)
+    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+
+
+def _summary(cases: Sequence[Case]) -> dict[tuple[str, str], list[float]]:
+    """The mean and the worst of every column, by (row, lungs)."""
+    rows = [_values(lung) for case in cases for lung in case.lungs]
+    columns = [list(column) for column in zip(*rows, strict=True)]
+    return {
+        ("mean", "both"): [_mean(values) for values in columns],
+        ("worst", "both"): [_worst(c, values) for c, values in zip(COLUMNS, columns, strict=True)],
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    """The mean of what is defined."""
+    defined = [value for value in values if not math.isnan(value)]
+    return sum(defined) / len(defined) if defined else math.nan
+
+
+def _worst(column: Column, values: Sequence[float]) -> float:
+    defined = [value for value in values if not math.isnan(value)]
+    if not defined or not column.worst:
+        return math.nan
+    if column.worst == "low":
+        return min(defined)
+    return max(defined, key=abs)
+
+
+def _values(lung: LungScores) -> list[float]:
+    return [getattr(lung, column.key) for column in COLUMNS]
+
+
+def _texts(values: Sequence[float]) -> list[str]:
+    return [
+        "-" if math.isnan(value) else f"{value:.{column.digits}f}"
+        for column, value in zip(COLUMNS, values, strict=True)
+    ]
+
+
+def _aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
+    """Words to the left, numbers to the right."""
+    return [
+        text.ljust(width) if i < 2 else text.rjust(width)
+        for i, (text, width) in enumerate(zip(row, widths, strict=True))
+    ]
+
+
+def _cell(value: float) -> str:
+    return "" if math.isnan(value) else f"{value:.6g}"
+
+
+def _object(keys: Sequence[str], values: Sequence[float]) -> dict[str, float | None]:
+    return {
+        key: round(value, 6) if math.isfinite(value) else None
+        for key, value in zip(keys, values, strict=True)
+    }
