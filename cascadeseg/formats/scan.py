@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cascadeseg.geometry import Box, Grid
+from cascadeseg.geometry import Box, Grid, canonical_view
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,10 @@ class Scan:
         if self.voxels.dtype.kind == "f":
             np.nan_to_num(hu, copy=False, nan=-1024.0, posinf=-1024.0, neginf=-1024.0)
         return hu
+
+    def canonical(self) -> Scan:
+        """The same scan with its axes turned closest to RAS+; a view, nothing is copied."""
+        return replace(self, voxels=canonical_view(self.voxels, self.grid), grid=self.grid.canonical())
 
     def warned(self, *warnings: str) -> Scan:
         """The same scan with more warnings."""

@@ -1,0 +1,190 @@
+"""The *model*: everything inference needs to know, in one value and one folder.
+
+A model folder holds ``model.safetensors`` (the weights of both networks, plain tensors, never pickled) and
+``model.json`` (what each network is, what it sees, and the SHA-256 of the weights). Training writes it, inference
+reads it and nothing else, so a network cannot meet the wrong preprocessing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from cascadeseg.errors import ModelError
+from cascadeseg.network.unet import UNet, UNetConfig
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class View:
+    """What a stage sees of a scan.
+
+    Attributes:
+        spacing_mm: isotropic spacing of its images.
+        low_hu: HU that becomes 0 in the image, with everything below it. Air, so that zero padding *is* air.
+        high_hu: HU above which everything is alike.
+        scale_hu: HU from ``low_hu`` that become 1.
+        prior: whether stage 1's opinion (this lung's probability minus the other's) is a second channel.
+    """
+
+    spacing_mm: float
+    low_hu: float = -1024.0
+    high_hu: float = 600.0
+    scale_hu: float = 1000.0
+    prior: bool = False
+
+    @property
+    def channels(self) -> int:
+        return 2 if self.prior else 1
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One network of the cascade: what it sees, what it is, and its weights."""
+
+    view: View
+    unet: UNetConfig
+    weights: Mapping[str, Tensor]
+
+    def network(self) -> UNet:
+        """A new network with these weights."""
+        unet = UNet(self.unet)
+        unet.load_state_dict({name: tensor.float() for name, tensor in self.weights.items()})
+        return unet
+
+
+@dataclass(frozen=True)
+class Model:
+    """Both stages of the cascade.
+
+    Attributes:
+        locator: stage 1: background, right lung, left lung of the whole scan.
+        refiner: stage 2: one lung of a crop, left lungs mirrored; None in the result of training stage 1 alone.
+        name: what the model is called in reports.
+        version: its version.
+        sha256: of ``model.safetensors``; empty for a model that was never saved.
+        notes: how it was trained, for the reader.
+    """
+
+    locator: Stage
+    refiner: Stage | None
+    name: str = "untitled"
+    version: str = "0"
+    sha256: str = ""
+    notes: Mapping[str, Any] = field(default_factory=dict)
+
+
+def shipped_model() -> Path:
+    """The folder of the model inside the package."""
+    return Path(str(resources.files("cascadeseg") / "weights"))
+
+
+def save_model(model: Model, folder: Path, *, half: bool = True) -> None:
+    """Writes a model folder; each file appears whole or not at all, the description last.
+
+    Args:
+        model: what to write.
+        folder: made if missing; its model files are replaced.
+        half: store weights as float16 (they are used in float32 or less anyway); normalisation stays float32.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    stages = {"locator": model.locator} | ({"refiner": model.refiner} if model.refiner else {})
+    tensors = {
+        f"{name}.{key}": (tensor.half() if half and tensor.ndim == 5 else tensor).contiguous().cpu()
+        for name, stage in stages.items()
+        for key, tensor in stage.weights.items()
+    }
+    weights = save_tensors(tensors)
+    description = {
+        "format": FORMAT,
+        "name": model.name,
+        "version": model.version,
+        "sha256": hashlib.sha256(weights).hexdigest(),
+        "labels": {"background": 0, "lung_right": 1, "lung_left": 2},
+        "stages": {name: {"view": asdict(stage.view), "unet": asdict(stage.unet)} for name, stage in stages.items()},
+        "notes": dict(model.notes),
+    }
+    _replace(folder / "model.safetensors", weights)
+    _replace(folder / "model.json", (json.dumps(description, indent=2) + "\n").encode())
+
+
+def load_model(folder: str | Path | None = None) -> Model:
+    """Reads a model folder, or the shipped model.
+
+    Raises:
+        ModelError: a file is missing or damaged, or the weights are not those that the description names.
+    """
+    folder = shipped_model() if folder is None else Path(folder)
+    description = _description(folder)
+    try:
+        weights = (folder / "model.safetensors").read_bytes()
+    except OSError as error:
+        raise ModelError(folder, "no readable model.safetensors", "the weights of a model", str(error)) from error
+    sha256 = hashlib.sha256(weights).hexdigest()
+    if sha256 != description["sha256"]:
+        raise ModelError(
+            folder / "model.safetensors",
+            f"SHA-256 {sha256[:12]}...",
+            f"{description['sha256'][:12]}... as model.json says",
+            "the file is damaged or was exchanged: install or copy the model again",
+        )
+    try:
+        tensors = load_tensors(weights)
+        stages = {name: _stage(name, entry, tensors) for name, entry in description["stages"].items()}
+        locator = stages["locator"]
+    except (KeyError, TypeError, ValueError, SafetensorError) as error:
+        raise ModelError(folder, f"a model description that does not hold together ({error})") from error
+    return Model(
+        locator=locator,
+        refiner=stages.get("refiner"),
+        name=description["name"],
+        version=description["version"],
+        sha256=sha256,
+        notes=description.get("notes", {}),
+    )
+
+
+def _description(folder: Path) -> dict[str, Any]:
+    path = folder / "model.json"
+    try:
+        description: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if description["format"] != FORMAT:
+            raise ModelError(path, f"model format {description['format']}", f"format {FORMAT}", "update cascadeseg")
+    except OSError as error:
+        raise ModelError(
+            folder, "no model.json in it", "a model folder", "name the `model` folder that training wrote"
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelError(path, f"not a model description ({error})", "the JSON that training wrote") from error
+    return description
+
+
+def _stage(name: str, entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Stage:
+    unet = dict(entry["unet"])
+    unet["widths"] = tuple(unet["widths"])
+    prefix = f"{name}."
+    weights = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+    return Stage(View(**entry["view"]), UNetConfig(**unet), weights)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.part")
+    temporary.write_bytes(content)
+    temporary.replace(path)
+
+
+def stage_of(view: View, network: UNet) -> Stage:
+    """The stage of a trained network; its weights are copied."""
+    weights = {key: tensor.detach().clone() for key, tensor in network.state_dict().items()}
+    return Stage(view, network.config, weights)

@@ -1,0 +1,131 @@
+"""The UNet of both stages, described by one small config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cascadeseg.network.blocks import (
+    BottleneckBlock,
+    ConvNorm,
+    Norm,
+    ResidualBlock,
+    checkpointed,
+    depth_to_space,
+    space_to_depth,
+)
+
+
+@dataclass(frozen=True)
+class UNetConfig:
+    """What a UNet is made of.
+
+    Attributes:
+        in_channels: channels of the input image.
+        out_channels: channels of the logits.
+        widths: channels of each level, finest first; each level halves the resolution of the one before.
+        blocks: blocks of each level on the way down and on the way up.
+        block: two 3x3x3 convolutions, or 1-3-1 with a bottleneck.
+        bottleneck_ratio: channels of a level divided by those inside its bottleneck.
+        norm: BatchNorm (folded into the convolutions for inference: several times faster on a CPU) or InstanceNorm.
+        stem: the finest level works on the voxels (``"convolution"``) or on cells of 2x2x2 voxels laid into channels
+            (``"space_to_depth"``: the first halving at no loss, without narrow full-resolution layers, which cost
+            most of a slim UNet's time and memory).
+        deep_supervision: while training, `UNet.forward` returns the logits of the coarser levels as well.
+    """
+
+    in_channels: int = 1
+    out_channels: int = 1
+    widths: tuple[int, ...] = (32, 64, 128)
+    blocks: int = 1
+    block: Literal["residual", "bottleneck"] = "residual"
+    bottleneck_ratio: int = 2
+    norm: Norm = "batch"
+    stem: Literal["convolution", "space_to_depth"] = "space_to_depth"
+    deep_supervision: bool = False
+
+    @property
+    def stride(self) -> int:
+        """The input's shape must be a multiple of this on every axis."""
+        halvings = len(self.widths) - 1 + (self.stem == "space_to_depth")
+        return int(2**halvings)
+
+
+class UNet(nn.Module):
+    """A slim residual 3D UNet (Çiçek 2016, doi 10.1007/978-3-319-46723-8_49) with added skips.
+
+    Skips are added, not concatenated, and widths change in 1x1x1 convolutions before upsampling, so that no layer is
+    wider than its level. Upsampling is nearest-neighbour: exact on every device, and smoothed by the block after it.
+    """
+
+    def __init__(self, config: UNetConfig, *, checkpoint_blocks: bool = False) -> None:
+        super().__init__()
+        self.config = config
+        self.checkpoint_blocks = checkpoint_blocks
+        widths, cells = config.widths, 8 if config.stem == "space_to_depth" else 1
+        self.stem = ConvNorm(config.in_channels * cells, widths[0], 3, config.norm)
+        self.down = nn.ModuleList(ConvNorm(a, b, 2, config.norm, stride=2) for a, b in _pairs(widths))
+        self.up = nn.ModuleList(ConvNorm(b, a, 1, config.norm) for a, b in _pairs(widths))
+        self.encoder = nn.ModuleList(_blocks(width, config) for width in widths)
+        self.decoder = nn.ModuleList(_blocks(width, config) for width in widths[:-1])
+        self.head = nn.Conv3d(widths[0], config.out_channels * cells, 1)
+        coarser = widths[1:] if config.deep_supervision else ()
+        self.side_heads = nn.ModuleList(nn.Conv3d(width, config.out_channels, 1) for width in coarser)
+        self.activation = nn.ReLU(inplace=True)
+
+    def forward(self, image: Tensor) -> Tensor | list[Tensor]:
+        """Logits of an image.
+
+        Args:
+            image: (B, in_channels, X, Y, Z), every axis a multiple of ``config.stride``.
+
+        Returns:
+            (B, out_channels, X, Y, Z) logits; while training with deep supervision a list, finest first, the others at
+            the resolution of their level.
+        """
+        cells = self.config.stem == "space_to_depth"
+        x = self.activation(self.stem(space_to_depth(image) if cells else image))
+        skips: list[Tensor] = []
+        for level, blocks in enumerate(self.encoder):
+            x = self._through(blocks, x)
+            if level < len(self.down):
+                skips.append(x)
+                x = self.activation(self.down[level](x))
+        features = [x]
+        for level in reversed(range(len(self.up))):
+            x = self.activation(F.interpolate(self.up[level](x), scale_factor=2.0) + skips[level])
+            x = self._through(self.decoder[level], x)
+            features.insert(0, x)
+        logits = self.head(x)
+        logits = depth_to_space(logits) if cells else logits
+        if not (self.training and self.config.deep_supervision):
+            return logits
+        return [logits, *(head(f) for head, f in zip(self.side_heads, features[1:], strict=True))]
+
+    def fold(self) -> None:
+        """Folds every BatchNorm into its convolution; for inference only."""
+        self.eval()
+        for module in self.modules():
+            if isinstance(module, ConvNorm):
+                module.fold()
+
+    def _through(self, blocks: nn.Module, x: Tensor) -> Tensor:
+        for block in blocks.children():
+            x = checkpointed(block, x) if self.checkpoint_blocks and self.training else block(x)
+        return x
+
+
+def _blocks(width: int, config: UNetConfig) -> nn.Sequential:
+    def block() -> nn.Module:
+        if config.block == "residual":
+            return ResidualBlock(width, config.norm)
+        return BottleneckBlock(width, config.norm, config.bottleneck_ratio)
+
+    return nn.Sequential(*(block() for _ in range(config.blocks)))
+
+
+def _pairs(widths: tuple[int, ...]) -> list[tuple[int, int]]:
+    return list(zip(widths[:-1], widths[1:], strict=True))

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cascadeseg.errors import DeviceError, ModelError
+from cascadeseg.network import Engine, Model, UNet, UNetConfig, View, find_device, in_slabs, load_model, save_model, stage_of
+from cascadeseg.network.blocks import depth_to_space, space_to_depth
+from cascadeseg.network.engine import padded_to
+
+CPU = torch.device("cpu")
+SMALL = UNetConfig(2, 1, widths=(4, 8, 16), block="bottleneck")
+CONFIGS = [
+    SMALL,
+    replace(SMALL, block="residual", stem="convolution", out_channels=3, blocks=2),
+    replace(SMALL, norm="instance", bottleneck_ratio=4),
+]
+
+
+def trained(config: UNetConfig) -> UNet:
+    """A network whose statistics are not those of the start."""
+    torch.manual_seed(0)
+    network = UNet(config)
+    network.train()
+    for _ in range(3):
+        network(torch.randn(1, config.in_channels, 16, 16, 24))
+    return network.eval()
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_logits_have_the_images_shape(config):
+    logits = trained(config)(torch.randn(2, config.in_channels, 16, 24, 8))
+    assert logits.shape == (2, config.out_channels, 16, 24, 8)
+
+
+def test_space_to_depth_is_undone_exactly():
+    x = torch.randn(2, 3, 4, 6, 8)
+    assert space_to_depth(x).shape == (2, 24, 2, 3, 4)
+    assert torch.equal(depth_to_space(space_to_depth(x)), x)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_folding_the_norms_changes_nothing(config):
+    network, image = trained(config), torch.randn(1, 2, 16, 16, 16)
+    before = network(image)
+    network.fold()
+    assert torch.allclose(network(image), before, atol=1e-4)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_checkpointing_gives_the_same_gradients_and_statistics(config):
+    image = torch.randn(2, 2, 16, 16, 16)
+    networks = []
+    for checkpoint_blocks in (False, True):
+        torch.manual_seed(1)
+        network = UNet(config, checkpoint_blocks=checkpoint_blocks).train()
+        for _ in range(2):
+            network(image).square().mean().backward()
+        networks.append(network)
+    plain, saving = networks
+    for (name, a), (_, b) in zip(plain.named_parameters(), saving.named_parameters(), strict=True):
+        assert torch.allclose(a.grad, b.grad, rtol=1e-5, atol=1e-7), name
+    for (name, a), (_, b) in zip(plain.named_buffers(), saving.named_buffers(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_deep_supervision_returns_every_level_while_training_only():
+    network = UNet(replace(SMALL, deep_supervision=True))
+    image = torch.randn(1, 2, 16, 16, 16)
+    assert [tuple(logits.shape[2:]) for logits in network.train()(image)] == [(16,) * 3, (4,) * 3, (2,) * 3]
+    assert network.eval()(image).shape == (1, 1, 16, 16, 16)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (9, 16, 23)])
+def test_an_engine_takes_any_size(shape):
+    engine = Engine(stage_of(View(1.0, prior=True), trained(SMALL)), CPU, "fp32")
+    assert engine(torch.randn(2, *shape)).shape == (1, *shape)
+
+
+def test_padding_is_zeros_at_the_far_ends():
+    image = torch.ones(1, 3, 4, 5)
+    padded, shape = padded_to(image, 4)
+    assert shape == (3, 4, 5)
+    assert padded.shape == (1, 4, 4, 8)
+    assert padded.sum() == image.sum()
+    assert torch.equal(padded[:, :3, :4, :5], image)
+
+
+def test_bfloat16_agrees_with_float32():
+    stage = stage_of(View(1.0, prior=True), trained(SMALL))
+    image = torch.randn(2, 24, 24, 24)
+    full, half = (Engine(stage, CPU, precision)(image) for precision in ("fp32", "bf16"))
+    assert float((full - half).norm() / full.norm()) < 0.05
+
+
+def test_slabs_with_enough_context_equal_the_whole():
+    config = UNetConfig(1, 2, widths=(4, 8))
+    engine = Engine(stage_of(View(1.0), trained(config)), CPU, "fp32")
+    image = torch.randn(1, 8, 8, 200)
+    assert torch.allclose(in_slabs(engine, image, length=32, context=40), engine(image), atol=1e-5)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_cuda_agrees_with_the_cpu():
+    stage = stage_of(View(1.0, prior=True), trained(SMALL))
+    image = torch.randn(2, 24, 24, 24)
+    cpu, cuda = Engine(stage, CPU, "fp32")(image), Engine(stage, torch.device("cuda"))(image).cpu()
+    assert float((cpu - cuda).norm() / cpu.norm()) < 0.05
+
+
+def model() -> Model:
+    return Model(stage_of(View(2.0), trained(replace(SMALL, in_channels=1))), stage_of(View(1.0), trained(SMALL)), "toy", "3")
+
+
+def test_a_model_is_the_same_after_writing_and_reading(tmp_path):
+    saved = model()
+    save_model(saved, tmp_path / "m", half=False)
+    read = load_model(tmp_path / "m")
+    assert (read.name, read.version, len(read.sha256)) == ("toy", "3", 64)
+    assert (read.locator.view, read.locator.unet) == (saved.locator.view, saved.locator.unet)
+    image = torch.randn(1, 2, 16, 16, 16)
+    assert torch.equal(read.refiner.network().eval()(image), saved.refiner.network().eval()(image))
+
+
+def test_a_model_without_second_stage_is_kept_as_such(tmp_path):
+    save_model(replace(model(), refiner=None), tmp_path)
+    assert load_model(tmp_path).refiner is None
+
+
+def test_what_is_no_model_is_refused_in_one_line(tmp_path):
+    with pytest.raises(ModelError, match=r"no model.json in it; expected a model folder"):
+        load_model(tmp_path)
+    save_model(model(), tmp_path)
+    weights = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
+    with pytest.raises(ModelError, match=r"model.safetensors: SHA-256 .* damaged or was exchanged"):
+        load_model(tmp_path)
+    (tmp_path / "model.json").write_text("{")
+    with pytest.raises(ModelError, match="not a model description"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("gpu", "auto, cpu, cuda, cuda:N or mps"), ("cuda:99", "but this machine has"), ("xpu", "auto, cpu, cuda")],
+)
+def test_a_device_that_is_not_there_is_refused(name, words):
+    with pytest.raises(DeviceError, match=words):
+        find_device(name)
