@@ -1,0 +1,97 @@
+"""Which scans a path means: a file, a DICOM folder, or a directory of scans."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cascadeseg.errors import ScanError
+from cascadeseg.formats.names import SCAN_SUFFIXES, is_mask_name, suffix_of
+
+DICOM_SUFFIXES = (".dcm", ".ima")
+
+
+def find_scans(path: str | Path) -> list[Path]:
+    """The scans that a path means, sorted by name.
+
+    - A file is itself, whatever its name.
+    - A folder with DICOM files directly in it is one scan, and so is a folder whose subfolders hold the DICOM
+      series of one study: `read_scan` takes the largest CT series and names the others.
+    - Any other folder is a directory of scans: the scan files directly in it, and one scan for every DICOM study
+      below it. Files whose names end as masks do (`names.MASK_ENDINGS`, so also our own ``_lungs``) are passed
+      over, and so are hidden ones.
+
+    Raises:
+        ScanError: there is nothing at the path, or no scan in it.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise ScanError(path, "no such file or folder")
+    if not path.is_dir():
+        return [path]
+    files = [child for child in _children(path) if child.is_file() and suffix_of(child) in SCAN_SUFFIXES]
+    volumes = [file for file in files if suffix_of(file) not in DICOM_SUFFIXES]
+    scans = [file for file in volumes if not is_mask_name(file)]
+    scans += _dicom_studies(path)
+    if not scans:
+        found = "nothing but masks (by their names)" if volumes else "no scan in this folder"
+        deeper = any(child.is_dir() for child in _children(path))
+        remedy = "scans in subfolders are given one by one, or as folder/*" if deeper else ""
+        raise ScanError(path, found, "NIfTI, MHA/MHD, NRRD or DICOM files", remedy)
+    return sorted(scans)
+
+
+def _children(folder: Path) -> list[Path]:
+    try:
+        return sorted(child for child in folder.iterdir() if not child.name.startswith("."))
+    except OSError as problem:
+        raise ScanError(folder, f"cannot be read ({problem.strerror})") from problem
+
+
+def _dicom_studies(folder: Path) -> list[Path]:
+    """One folder a study: the deepest that holds all of it, or each of its folders where studies are mixed."""
+    studies: dict[str, list[Path]] = {}
+    for leaf, first in _dicom_folders(folder):
+        studies.setdefault(_study_uid(first) or str(leaf), []).append(leaf)
+    scans: list[Path] = []
+    for leaves in studies.values():
+        top = _common_folder(leaves)
+        others = [leaf for rest in studies.values() if rest is not leaves for leaf in rest]
+        mixed = any(leaf.is_relative_to(top) for leaf in others)
+        scans += leaves if mixed else [top]
+    return scans
+
+
+def _dicom_folders(folder: Path) -> list[tuple[Path, Path]]:
+    """Every folder, this one included, with DICOM files directly in it, and the first of them."""
+    children = _children(folder)
+    first = next((child for child in children if child.is_file() and _may_be_dicom(child)), None)
+    here = [(folder, first)] if first is not None else []
+    folders = [child for child in children if child.is_dir() and not child.is_symlink()]
+    return here + [found for deeper in folders for found in _dicom_folders(deeper)]
+
+
+def _may_be_dicom(file: Path) -> bool:
+    if suffix_of(file) in SCAN_SUFFIXES and suffix_of(file) not in DICOM_SUFFIXES:
+        return False
+    try:
+        with file.open("rb") as stream:
+            return stream.read(132)[128:] == b"DICM"
+    except OSError:
+        return False
+
+
+def _study_uid(file: Path) -> str:
+    import pydicom
+
+    try:
+        header = pydicom.dcmread(file, stop_before_pixels=True, specific_tags=["StudyInstanceUID"])
+    except Exception:  # any damage in a header that is only asked for its study
+        return ""
+    return str(header.get("StudyInstanceUID", ""))
+
+
+def _common_folder(folders: list[Path]) -> Path:
+    top = folders[0]
+    while not all(folder.is_relative_to(top) for folder in folders):
+        top = top.parent
+    return top

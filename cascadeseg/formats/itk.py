@@ -1,0 +1,169 @@
+"""Reading and writing MetaImage (``.mha``, ``.mhd``) and NRRD by SimpleITK, and its images in memory.
+
+ITK's world is LPS and its arrays are (Z, Y, X): both end here. SimpleITK is heavy for what is used of it, but it
+reads every encoding of both formats (pynrrd was weighed: it reads one of them).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import SimpleITK
+
+from cascadeseg.errors import ScanError
+from cascadeseg.formats.memory import DEFLATE_LIMIT, refuse_oversized
+from cascadeseg.formats.nifti import volume_shape
+from cascadeseg.formats.placement import LPS_TO_RAS, checked_grid, checked_spacing
+from cascadeseg.formats.scan import Scan
+from cascadeseg.geometry import Affine, Grid
+
+IMAGE_IO = {".mha": "MetaImageIO", ".mhd": "MetaImageIO", ".nrrd": "NrrdImageIO", ".nhdr": "NrrdImageIO"}
+DETACHED = (".mhd", ".nhdr")
+COMPRESSION_LEVEL = 2  # a mask is as small as with 9, in a quarter of the time
+
+
+@dataclass(frozen=True)
+class ItkGeometry:
+    """Where an ITK image lies, in its own words (LPS+ mm), so that it can be written back to the last bit."""
+
+    spacing: tuple[float, ...]
+    origin: tuple[float, ...]
+    direction: tuple[float, ...]
+
+    @property
+    def affine(self) -> Affine:
+        """(4, 4) voxel index to RAS+ mm."""
+        affine = np.eye(4)
+        affine[:3, :3] = np.reshape(self.direction, (3, 3)) * np.asarray(self.spacing)
+        affine[:3, 3] = self.origin
+        return np.asarray(LPS_TO_RAS @ affine)
+
+    @staticmethod
+    def of_grid(grid: Grid) -> ItkGeometry:
+        affine = LPS_TO_RAS @ grid.affine
+        direction = (affine[:3, :3] / np.asarray(grid.spacing_mm)).ravel()
+        return ItkGeometry(grid.spacing_mm, tuple(map(float, affine[:3, 3])), tuple(map(float, direction)))
+
+    @staticmethod
+    def of_image(image: Any) -> ItkGeometry:
+        """Of a 3D image or image reader."""
+        return ItkGeometry(image.GetSpacing()[:3], image.GetOrigin()[:3], _direction3(image))
+
+
+def read_itk(path: Path, suffix: str, volume: int | None = None) -> Scan:
+    """A MetaImage or NRRD file as a `Scan` whose ``native`` is its `ItkGeometry`, not yet audited.
+
+    Args:
+        path: the file (of two files, the header).
+        suffix: one of `IMAGE_IO`.
+        volume: which volume of a 4D file, from 0; None for 3D files.
+
+    Raises:
+        ScanError: anything that is not one readable 3D volume.
+    """
+    SimpleITK.ProcessObject.SetGlobalWarningDisplay(False)  # what matters of them is told by our own checks
+    reader = SimpleITK.ImageFileReader()
+    reader.SetImageIO(IMAGE_IO[suffix])
+    reader.SetFileName(str(path))
+    try:
+        reader.ReadImageInformation()
+        shape, index = volume_shape(reader.GetSize(), volume, path)
+        checked_spacing(reader.GetSpacing()[:3], path)
+        held = None if suffix in DETACHED else path.stat().st_size * DEFLATE_LIMIT
+        _check_kind(reader.GetNumberOfComponents(), path)
+        refuse_oversized(path, shape, _item_bytes(reader.GetPixelID()), held)
+        if reader.GetDimension() > 3:
+            rest = reader.GetSize()[3:]
+            reader.SetExtractSize([*shape, *[0] * len(rest)])
+            reader.SetExtractIndex([0, 0, 0, *map(int, np.unravel_index(index, rest, order="F"))])
+        image = reader.Execute()
+    except RuntimeError as problem:
+        raise ScanError(path, f"not a readable {suffix[1:]} file ({_reason(problem)})") from problem
+    return scan_of_image(image, str(path))
+
+
+def scan_of_image(image: Any, source: str) -> Scan:
+    """A 3D SimpleITK image as a `Scan`: a view of its buffer, which the view keeps alive."""
+    shape, _ = volume_shape(image.GetSize(), None, source)
+    _check_kind(image.GetNumberOfComponentsPerPixel(), source)
+    if (extra := image.GetDimension() - 3) > 0:
+        image = SimpleITK.Extract(image, [*shape, *[0] * extra], [0] * (3 + extra))
+    geometry = ItkGeometry.of_image(image)
+    grid, warnings = checked_grid(shape, geometry.affine, source)
+    array = np.asarray(_Held(SimpleITK.GetArrayViewFromImage(image), image))
+    return Scan(array.transpose(2, 1, 0), grid, source=source, native=geometry, warnings=warnings)
+
+
+def image_of(voxels: npt.NDArray[Any], geometry: ItkGeometry) -> Any:
+    """The SimpleITK image of (X, Y, Z) voxels."""
+    image = SimpleITK.GetImageFromArray(voxels.transpose(2, 1, 0))
+    image.SetSpacing(geometry.spacing)
+    image.SetOrigin(geometry.origin)
+    image.SetDirection(geometry.direction)
+    return image
+
+
+def write_itk(voxels: npt.NDArray[Any], geometry: ItkGeometry, path: Path) -> None:
+    """Writes (X, Y, Z) voxels, compressed, as the path's suffix says."""
+    image = image_of(voxels, geometry)
+    SimpleITK.WriteImage(image, str(path), useCompression=True, compressionLevel=COMPRESSION_LEVEL)
+
+
+def holds(path: Path, voxels: npt.NDArray[Any], geometry: ItkGeometry) -> bool:
+    """Whether a file, read back, is the volume that `write_itk` was given."""
+    image = SimpleITK.ReadImage(str(path))
+    there = ItkGeometry.of_image(image)
+    same_place = all(
+        np.allclose(a, b, rtol=1e-9, atol=1e-9)
+        for a, b in zip(
+            (there.spacing, there.origin, there.direction),
+            (geometry.spacing, geometry.origin, geometry.direction),
+            strict=True,
+        )
+    )
+    array = SimpleITK.GetArrayViewFromImage(image).transpose(2, 1, 0)
+    return same_place and array.dtype == voxels.dtype and np.array_equal(array, voxels)
+
+
+class _Held:
+    """Lends an array's memory together with its owner: SimpleITK's view alone can outlive the image's buffer."""
+
+    def __init__(self, array: npt.NDArray[Any], owner: object) -> None:
+        self.__array_interface__ = array.__array_interface__
+        self.owner = owner
+
+
+def _direction3(image: Any) -> tuple[float, ...]:
+    n = image.GetDimension()
+    matrix = np.reshape(image.GetDirection(), (n, n))[:3, :3]
+    return tuple(map(float, matrix.ravel()))
+
+
+def _check_kind(components: int, where: object) -> None:
+    if components != 1:
+        found = f"{components} numbers per voxel (a colour, complex or vector image)"
+        raise ScanError(where, found, "one number per voxel, in HU")
+
+
+def _item_bytes(pixel_id: int) -> int:
+    sizes = {
+        SimpleITK.sitkInt8: 1,
+        SimpleITK.sitkUInt8: 1,
+        SimpleITK.sitkInt16: 2,
+        SimpleITK.sitkUInt16: 2,
+        SimpleITK.sitkInt32: 4,
+        SimpleITK.sitkUInt32: 4,
+        SimpleITK.sitkFloat32: 4,
+    }
+    return sizes.get(pixel_id, 8)
+
+
+def _reason(problem: RuntimeError) -> str:
+    """The last telling line of an ITK exception, without the C++ file and object that it came from."""
+    lines = [" ".join(line.split()) for line in str(problem).splitlines() if line.strip()]
+    last = lines[-1] if lines else "no reason given"
+    return last.split("): ", 1)[-1].removeprefix("ITK ERROR: ").rstrip(". ")

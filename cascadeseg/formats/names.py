@@ -1,0 +1,33 @@
+"""File names of scans and masks: which suffixes are read and written, and a scan's name without its suffix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+MASK_SUFFIXES = (".nii.gz", ".nii", ".mha", ".mhd", ".nrrd")
+"""What `write_labels` and `write_scan` can write."""
+
+SCAN_SUFFIXES = (*MASK_SUFFIXES, ".nhdr", ".hdr", ".dcm", ".ima", ".zip")
+"""What `read_scan` reads by name (a DICOM file may have any other name; a series may be a folder)."""
+
+MASK_ENDINGS = ("_lungs", "_ref", "_mask", "_seg", "_label", "_labels")
+"""How the name of a mask beside its scan ends, before the suffix: `find_scans` passes over these."""
+
+
+def suffix_of(path: str | Path) -> str:
+    """The suffix of a path in lower case, ``.nii.gz`` in one piece; what follows the last dot if unknown."""
+    name = Path(path).name.lower()
+    known = (suffix for suffix in SCAN_SUFFIXES if name.endswith(suffix))
+    return next(known, Path(name).suffix)
+
+
+def stem_of(path: str | Path) -> str:
+    """The file's (or folder's) name without its scan suffix: ``scan.v2.nii.gz`` gives ``scan.v2``."""
+    name = Path(path).name
+    suffix = suffix_of(name)
+    return name[: -len(suffix)] if suffix in SCAN_SUFFIXES else name
+
+
+def is_mask_name(path: str | Path) -> bool:
+    """Whether a file is, by its name, a mask that lies beside its scan."""
+    return stem_of(path).lower().endswith(MASK_ENDINGS)

@@ -1,0 +1,91 @@
+"""From a file's affine to a `Grid`: refuses spacing that cannot be, repairs nearly orthonormal directions.
+
+Rule: two axes may meet at 90 degrees give or take `MAX_SHEAR_DEGREES`. Within that the closest orthonormal
+directions are taken (the polar factor of the directions, by SVD), about the centre of the volume, and a repair
+above `SILENT_SHEAR_DEGREES` is told. A header that is further off is sheared, and refused: on a grid of right
+angles the anatomy would lie elsewhere than the header says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from cascadeseg.errors import ScanError
+from cascadeseg.geometry import Affine, Grid
+
+MAX_SHEAR_DEGREES = 1.0
+SILENT_SHEAR_DEGREES = 0.01
+"""Rounding of direction cosines to a few digits: not worth a word."""
+SPACING_RANGE_MM = (0.01, 50.0)
+LPS_TO_RAS = np.diag([-1.0, -1.0, 1.0, 1.0])
+
+
+def spacing_of(affine: Affine) -> Affine:
+    """(3,) mm: the lengths of the affine's columns."""
+    lengths: Affine = np.linalg.norm(np.asarray(affine, dtype=np.float64)[:3, :3], axis=0)
+    return lengths
+
+
+def shear_degrees(affine: Affine) -> float:
+    """How far the two axes furthest from square are off 90 degrees; infinite for a degenerate affine."""
+    with np.errstate(all="ignore"):
+        directions = affine[:3, :3] / spacing_of(affine)
+        if not np.isfinite(directions).all():
+            return float("inf")
+        cosines = np.abs(directions.T @ directions - np.eye(3)).max()
+    return float(np.degrees(np.arcsin(min(cosines, 1.0))))
+
+
+def checked_spacing(spacing_mm: Sequence[float] | npt.NDArray[np.float64], where: object) -> None:
+    """Raises ScanError for a spacing that is zero, negative, not a number or beyond `SPACING_RANGE_MM`."""
+    low, high = SPACING_RANGE_MM
+    if not all(np.isfinite(s) and low <= s <= high for s in spacing_mm):
+        found = f"voxel spacing ({', '.join(f'{float(s):g}' for s in spacing_mm)}) mm"
+        raise ScanError(where, found, f"{low:g} to {high:g} mm on each axis", "repair the header's spacing")
+
+
+def checked_grid(shape: Sequence[int], affine: Affine, where: object) -> tuple[Grid, tuple[str, ...]]:
+    """The grid of a volume, with orthonormal directions, and what had to be repaired.
+
+    Args:
+        shape: (X, Y, Z).
+        affine: (4, 4) voxel index to RAS+ mm, as the file has it.
+        where: the file, for messages.
+
+    Raises:
+        ScanError: a spacing that cannot be, an origin that is not a number, or sheared directions.
+    """
+    affine = np.asarray(affine, dtype=np.float64)
+    checked_spacing(spacing_of(affine), where)
+    if not np.isfinite(affine).all():
+        raise ScanError(where, "an origin that is not a number", "millimetres", "repair the header")
+    shear = shear_degrees(affine)
+    if shear > MAX_SHEAR_DEGREES:
+        found = f"sheared axes ({shear:.2f} degrees off a right angle)"
+        raise ScanError(where, found, "axes at right angles", "resample the scan onto an upright grid")
+    x, y, z = map(int, shape)
+    if shear < 1e-4:  # what float32 leaves of exact right angles (1e-6 radians): as good as the header itself
+        return Grid((x, y, z), affine), ()
+    grid = _orthonormal((x, y, z), affine)
+    if shear <= SILENT_SHEAR_DEGREES:
+        return grid, ()
+    moved = np.abs(grid.world([0, 0, 0]) - affine[:3, 3]).max()
+    said = (
+        f"axes {shear:.3f} degrees off a right angle were straightened; the corners moved by {moved:.2g} mm"
+    )
+    return grid, (said,)
+
+
+def _orthonormal(shape: tuple[int, int, int], affine: Affine) -> Grid:
+    """The grid with the closest orthonormal directions, the same spacing and the same centre."""
+    spacing = spacing_of(affine)
+    u, _, vt = np.linalg.svd(affine[:3, :3] / spacing)
+    middle = (np.asarray(shape) - 1) / 2
+    centre = affine[:3, :3] @ middle + affine[:3, 3]
+    straight = np.eye(4)
+    straight[:3, :3] = (u @ vt) * spacing
+    straight[:3, 3] = centre - straight[:3, :3] @ middle
+    return Grid(shape, straight)

@@ -1,0 +1,136 @@
+"""Opening any scan: what a path or an object is decides who reads it; then the doctor looks at its values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cascadeseg.errors import ScanError
+from cascadeseg.formats.doctor import audit
+from cascadeseg.formats.names import suffix_of
+from cascadeseg.formats.placement import checked_grid
+from cascadeseg.formats.scan import Scan
+from cascadeseg.geometry import Affine, Grid
+
+MIN_VOXELS = 2
+"""On each axis: with a single voxel a volume is a picture or a line, not a scan."""
+
+
+def read_scan(path: str | Path, *, series: str | None = None, volume: int | None = None) -> Scan:
+    """Reads a CT scan as it is stored, and looks for what is odd about it.
+
+    Args:
+        path: a NIfTI, MHA/MHD or NRRD file; a DICOM file, a folder of them (also nested), or a zip of one.
+        series: which DICOM series, by its SeriesInstanceUID; the largest CT series if None.
+        volume: which volume of a 4D file, from 0.
+
+    Returns:
+        The scan, with a warning for everything odd but usable.
+
+    Raises:
+        ScanError: the path is not one readable 3D volume.
+    """
+    scan = _read(Path(path), series, volume)
+    _check_size(scan)
+    return audit(scan)
+
+
+def read_labels(path: str | Path) -> tuple[npt.NDArray[Any], Grid]:
+    """Reads a label map: an (X, Y, Z) integer array, and where it lies.
+
+    Raises:
+        ScanError: the path is not one readable 3D volume of whole numbers.
+    """
+    scan = _read(Path(path), None, None)
+    labels = scan.voxels
+    if (scan.slope, scan.intercept) != (1.0, 0.0) or labels.dtype.kind == "f":
+        values = labels.astype(np.float32) * np.float32(scan.slope) + np.float32(scan.intercept)
+        labels = np.rint(values).astype(np.int32) if np.isfinite(values).all() else labels
+        if labels.dtype.kind == "f" or not np.array_equal(labels, values):
+            raise ScanError(path, "values that are not whole numbers", "a label map")
+    return labels, scan.grid
+
+
+def scan_of(image: Any, affine: npt.ArrayLike | None = None, *, source: str = "array") -> Scan:
+    """A `Scan` of what is already in memory, without a copy where the memory allows.
+
+    Args:
+        image: a nibabel image, a SimpleITK image, or an (X, Y, Z) array of HU.
+        affine: (4, 4) voxel index to RAS+ mm; needed for an array, and only there.
+        source: what messages and reports call it.
+
+    Raises:
+        ScanError: it is not one 3D volume, or its affine cannot be a voxel grid's.
+    """
+    kind = type(image).__module__.partition(".")[0]
+    if kind == "SimpleITK":
+        from cascadeseg.formats.itk import scan_of_image
+
+        scan = scan_of_image(image, source)
+    elif hasattr(image, "dataobj"):
+        from cascadeseg.formats.nifti import scan_of_image as scan_of_nibabel
+
+        scan = scan_of_nibabel(image, source)
+    else:
+        scan = _scan_of_array(np.asarray(image), affine, source)
+    _check_size(scan)
+    return audit(scan)
+
+
+def _scan_of_array(array: npt.NDArray[Any], affine: npt.ArrayLike | None, source: str) -> Scan:
+    if affine is None:
+        raise ScanError(source, "an array without an affine", "a 4 x 4 affine, voxel index to RAS+ mm")
+    matrix: Affine = np.asarray(affine, dtype=np.float64)
+    if matrix.shape != (4, 4):
+        raise ScanError(source, f"an affine of shape {matrix.shape}", "4 x 4, voxel index to RAS+ mm")
+    if array.ndim != 3 or array.dtype.kind not in "iuf" or array.dtype.itemsize > 8:
+        found = f"an array of {array.ndim} dimensions {array.shape} of {array.dtype.name}"
+        raise ScanError(source, found, "3 dimensions (X, Y, Z) of whole or floating-point numbers")
+    grid, warnings = checked_grid(array.shape, matrix, source)
+    native_order = array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+    return Scan(native_order, grid, source=source, warnings=warnings)
+
+
+def _read(path: Path, series: str | None, volume: int | None) -> Scan:
+    """Chooses the reader by what the path is. Imports stay inside: each reader loads a large library."""
+    suffix = suffix_of(path)
+    if not path.exists():
+        raise ScanError(path, "no such file or folder")
+    if path.is_dir() or suffix in (".zip", ".dcm", ".ima") or _is_dicom(path):
+        from cascadeseg.formats.dicom import read_dicom
+
+        if volume is not None:
+            raise ScanError(path, "a DICOM series, and --volume", "--series UID to choose among DICOM series")
+        return read_dicom(path, series)
+    if series is not None:
+        raise ScanError(path, "not DICOM, so without series to choose from", "", "leave out --series")
+    try:
+        if suffix in (".mha", ".mhd", ".nrrd", ".nhdr"):
+            from cascadeseg.formats.itk import read_itk
+
+            return read_itk(path, suffix, volume)
+        if suffix in (".nii", ".nii.gz", ".hdr", ".img"):
+            from cascadeseg.formats.nifti import read_nifti
+
+            return read_nifti(path, volume)
+    except OSError as problem:
+        raise ScanError(path, f"cannot be read ({problem.strerror or problem})") from problem
+    expected = "NIfTI, MHA/MHD, NRRD or DICOM"
+    raise ScanError(path, f"unknown kind of file ({suffix or 'no suffix'})", expected)
+
+
+def _is_dicom(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(132)[128:] == b"DICM"
+    except OSError as problem:
+        raise ScanError(path, f"cannot be read ({problem.strerror or problem})") from problem
+
+
+def _check_size(scan: Scan) -> None:
+    if min(scan.grid.shape) < MIN_VOXELS:
+        found = f"a volume of {' x '.join(map(str, scan.grid.shape))} voxels"
+        raise ScanError(scan.source, found, f"a 3D scan of at least {MIN_VOXELS} voxels on each axis")

@@ -1,0 +1,86 @@
+"""Writing masks and scans: whole, read back and compared with what was meant, or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cascadeseg.errors import OutputError
+from cascadeseg.formats.atomic import staged
+from cascadeseg.formats.names import MASK_SUFFIXES, suffix_of
+from cascadeseg.formats.scan import Scan
+from cascadeseg.geometry import Grid
+
+
+def check_writable(path: str | Path) -> None:
+    """Raises OutputError if a mask or scan could not be written here; call it before any work is done."""
+    path = Path(path)
+    _refuse_suffix(path)
+    with staged(path) as part:
+        part.touch()
+        part.unlink()
+
+
+def write_labels(labels: npt.NDArray[np.uint8], path: str | Path, scan: Scan) -> None:
+    """Writes a label map beside its scan, compressed, on the scan's exact grid.
+
+    NIfTI from NIfTI has the forms, codes and units of the scan bit for bit; MHA and NRRD from MHA or NRRD the
+    exact origin, spacing and direction; from one kind to the other they are made from the grid.
+
+    Args:
+        labels: (X, Y, Z) uint8, on ``scan.grid``.
+        path: its suffix decides the format, one of `MASK_SUFFIXES`.
+        scan: what the labels are of.
+
+    Raises:
+        OutputError: it could not be written; nothing is left behind.
+    """
+    _write(labels.astype(np.uint8, copy=False), scan.grid, Path(path), scan.native, is_labels=True)
+
+
+def write_scan(voxels: npt.NDArray[Any], grid: Grid, path: str | Path) -> None:
+    """Writes a volume of HU, (X, Y, Z) int16, on its grid; the suffix decides the format as in `write_labels`.
+
+    Raises:
+        OutputError: it could not be written; nothing is left behind.
+    """
+    _write(voxels, grid, Path(path), None, is_labels=False)
+
+
+def _write(voxels: npt.NDArray[Any], grid: Grid, path: Path, native: object, *, is_labels: bool) -> None:
+    if voxels.shape != grid.shape:
+        raise ValueError(f"voxels of shape {voxels.shape} on a grid of {grid.shape}")
+    _refuse_suffix(path)
+    with staged(path) as part:
+        try:
+            verified = _encode(voxels, grid, part, native, is_labels)
+        except RuntimeError as problem:  # SimpleITK knows no other kind
+            found = f"cannot be written ({' '.join(str(problem).split())[-200:]})"
+            raise OutputError(path, found) from problem
+        if not verified:
+            raise OutputError(path, "what was read back is not what was written", "", "check the disk")
+
+
+def _encode(voxels: npt.NDArray[Any], grid: Grid, part: Path, native: object, is_labels: bool) -> bool:
+    """Writes the file, and says whether it reads back the same."""
+    if suffix_of(part) in (".nii", ".nii.gz"):
+        from cascadeseg.formats import nifti
+
+        header = nifti.header_for(grid, voxels.dtype, native, is_labels=is_labels)
+        nifti.write_nifti(voxels, header, part)
+        return nifti.holds(part, voxels, header)
+    from cascadeseg.formats import itk
+
+    geometry = native if isinstance(native, itk.ItkGeometry) else itk.ItkGeometry.of_grid(grid)
+    itk.write_itk(voxels, geometry, part)
+    return itk.holds(part, voxels, geometry)
+
+
+def _refuse_suffix(path: Path) -> None:
+    suffix = suffix_of(path)
+    if suffix not in MASK_SUFFIXES:
+        found = f"unknown suffix '{suffix}'" if suffix else "a name without a suffix"
+        raise OutputError(path, found, f"one of {' '.join(MASK_SUFFIXES)}")
