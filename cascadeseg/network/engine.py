@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -55,7 +56,7 @@ def fast_precision(device: torch.device) -> Literal["fp32", "bf16", "fp16"]:
 
 def _cpu_multiplies_bfloat16() -> bool:
     try:
-        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
+        with Path("/proc/cpuinfo").open(encoding="ascii", errors="replace") as file:
             flags = file.read(16384)
     except OSError:
         return False
@@ -72,7 +73,7 @@ class Engine:
         network = stage.network()
         network.fold()
         self._dtype = _DTYPES[self.precision]
-        self._network = network.to(device, self._dtype, memory_format=torch.channels_last_3d)
+        self._network = network.to(device, self._dtype).to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
 
     @torch.inference_mode()
     def __call__(self, image: Tensor) -> Tensor:

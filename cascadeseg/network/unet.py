@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import torch.nn.functional as F
@@ -128,4 +129,4 @@ def _blocks(width: int, config: UNetConfig) -> nn.Sequential:
 
 
 def _pairs(widths: tuple[int, ...]) -> list[tuple[int, int]]:
-    return list(zip(widths[:-1], widths[1:], strict=True))
+    return list(pairwise(widths))

@@ -1,0 +1,1 @@
+"""The method, a file per step; `pipeline` reads like its description."""

@@ -1,0 +1,199 @@
+"""The crop module: one box a lung, split around their centroids, and never through a lung.
+
+Sides are decided by geometry as far as geometry can: world x grows to the patient's right, so of two lungs the right
+one is the one with the larger x, whatever the network said of single voxels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import cc3d
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from cascadeseg.cascade.locate import Coarse
+from cascadeseg.geometry import Box, Grid
+from cascadeseg.labels import LEFT_LUNG, LUNGS, RIGHT_LUNG, Label
+
+MARGIN_MM = 16.0
+GROWTH_MM = 24.0
+SMALLEST_LUNG_ML = 2.0
+"""What stage 1 must find, at least, to be looked at: slivers of lung base on an abdominal scan are lung too."""
+STRAY_SHARE = 0.03
+"""A blob with less than this share of its side's probability, and apart from it, is not worth a larger box."""
+SEPARATION_MM = 25.0
+"""Centroids of two true lungs lie further apart across the body than this, even a newborn's."""
+VALLEY = 0.5
+"""Between two lungs the area of sagittal slices falls below this share of the smaller lung's largest."""
+
+Mask = npt.NDArray[np.bool_]
+Field = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class LungBox:
+    """Where one lung is to be refined.
+
+    Attributes:
+        label: which lung.
+        box: on ``grid``; may reach beyond the scan by less than a voxel.
+        grid: the coarse grid.
+        regrown: how many times it grew because the lung reached a cut face.
+    """
+
+    label: Label
+    box: Box
+    grid: Grid
+    regrown: int = 0
+
+    def extent(self, spacing_mm: float, stride: int) -> Grid:
+        """The grid of stage 2's image: the box at another spacing, its shape a multiple of ``stride``.
+
+        What the multiple adds lies evenly on both sides, so that the lung stays in the middle.
+        """
+        inner = self.grid.cropped(self.box).resampled(spacing_mm)
+        missing = [-n % stride for n in inner.shape]
+        start = [-(m // 2) for m in missing]
+        stop = [n + m - m // 2 for n, m in zip(inner.shape, missing, strict=True)]
+        return inner.cropped(Box((start[0], start[1], start[2]), (stop[0], stop[1], stop[2])))
+
+
+def crop_lungs(coarse: Coarse, margin_mm: float = MARGIN_MM) -> list[LungBox]:
+    """One box for each lung, none where there is none.
+
+    Args:
+        coarse: probabilities whose sides are settled (`settle_sides`).
+        margin_mm: added on every side, clipped to the scan.
+    """
+    margin = np.ceil(margin_mm / np.asarray(coarse.grid.spacing_mm)).astype(int)
+    boxes = []
+    for label, mask in _sides(_numpy(coarse.lungs)).items():
+        inner = _bounding_box(mask)
+        if inner is not None:
+            boxes.append(LungBox(label, inner.grown(margin).clipped(mask.shape), coarse.grid))
+    return boxes
+
+
+def settle_sides(coarse: Coarse) -> Coarse:
+    """Stage 1's opinion made to agree with geometry: stray blobs gone, and each voxel on the side it lies on.
+
+    Works on one blob that holds both lungs, on a single lung called by both names, and on nothing.
+    """
+    lungs = _numpy(coarse.lungs)
+    said = _sides(lungs)
+    settled = _settled(said, lungs.sum(axis=0), coarse.grid)
+    result = np.zeros_like(lungs)
+    unclaimed = ~(said[RIGHT_LUNG] | said[LEFT_LUNG])
+    result[:, unclaimed] = lungs[:, unclaimed]
+    for side, label in enumerate(LUNGS):
+        mask = settled.get(label)
+        if mask is not None:
+            result[side, mask] = lungs[:, mask].max(axis=0)
+            result[1 - side, mask] = lungs[:, mask].min(axis=0)
+    return Coarse(torch.from_numpy(result).to(coarse.lungs.device), coarse.grid)
+
+
+def _numpy(lungs: Tensor) -> Field:
+    array: Field = lungs.float().cpu().numpy()
+    return array
+
+
+def _sides(lungs: Field) -> dict[Label, Mask]:
+    found = lungs.sum(axis=0) > 0.5
+    right = found & (lungs[0] >= lungs[1])
+    return {RIGHT_LUNG: right, LEFT_LUNG: found & ~right}
+
+
+def _settled(said: dict[Label, Mask], weight: Field, grid: Grid) -> dict[Label, Mask]:
+    """The mask of each lung that is there, strays removed and sides right."""
+    masks = {label: _without_strays(mask, weight, grid) for label, mask in said.items()}
+    masks = {label: mask for label, mask in masks.items() if mask.sum() * grid.voxel_volume_ml >= SMALLEST_LUNG_ML}
+    if len(masks) == 1:
+        return _split_if_both(*masks.popitem(), grid)
+    if len(masks) == 2:
+        return _agree_with_geometry(masks, grid)
+    return {}
+
+
+def _without_strays(mask: Mask, weight: Field, grid: Grid) -> Mask:
+    """The components that matter, by probability mass rather than size."""
+    if not mask.any():
+        return mask
+    components = cc3d.connected_components(mask, connectivity=26)
+    mass = np.bincount(components.ravel(), weights=weight.ravel())
+    mass[0] = 0
+    smallest = max(STRAY_SHARE * mass.max(), 0.5 * SMALLEST_LUNG_ML / grid.voxel_volume_ml)
+    kept: Mask = (mass >= smallest)[components]
+    return kept
+
+
+def _agree_with_geometry(masks: dict[Label, Mask], grid: Grid) -> dict[Label, Mask]:
+    """Two sides must lie beside each other, the right one on the right; pieces of one lung are put together."""
+    x = {label: _centroid(mask, grid)[0] for label, mask in masks.items()}
+    if x[RIGHT_LUNG] - x[LEFT_LUNG] >= SEPARATION_MM:
+        return masks
+    larger = max(masks, key=lambda label: int(masks[label].sum()))
+    return _split_if_both(larger, masks[RIGHT_LUNG] | masks[LEFT_LUNG], grid)
+
+
+def _split_if_both(label: Label, mask: Mask, grid: Grid) -> dict[Label, Mask]:
+    """One blob: a single lung, or both under one name if a valley lies between its two centroids."""
+    area = mask.sum(axis=(1, 2))
+    left, right = (round(c) for c in _two_centroids(area))
+    valley = left + int(np.argmin(area[left : right + 1]))
+    peaks = area[: valley + 1].max(), area[valley:].max()
+    if area[valley] > VALLEY * min(peaks) or (right - left) * grid.spacing_mm[0] < SEPARATION_MM:
+        return {label: mask}
+    on_right = np.arange(len(area))[:, None, None] > valley
+    return {RIGHT_LUNG: mask & on_right, LEFT_LUNG: mask & ~on_right}
+
+
+def _two_centroids(area: npt.NDArray[np.int64], rounds: int = 20) -> tuple[float, float]:
+    """The two centroids that split a profile best (Lloyd's algorithm in one dimension)."""
+    index = np.arange(len(area))
+    cumulative = np.cumsum(area) / area.sum()
+    low, high = (float(np.searchsorted(cumulative, share)) for share in (0.1, 0.9))
+    for _ in range(rounds):
+        lower = index <= (low + high) / 2
+        if not (area[lower].any() and area[~lower].any()):
+            break
+        low, high = (float(np.average(index[part], weights=area[part])) for part in (lower, ~lower))
+    return low, high
+
+
+def _centroid(mask: Mask, grid: Grid) -> npt.NDArray[np.float64]:
+    centroid: npt.NDArray[np.float64] = grid.world(np.argwhere(mask).mean(axis=0))
+    return centroid
+
+
+def _bounding_box(mask: Mask) -> Box | None:
+    if not mask.any():
+        return None
+    ranges = []
+    for axis in range(3):
+        used = np.flatnonzero(mask.any(axis=tuple(a for a in range(3) if a != axis)))
+        ranges.append((int(used[0]), int(used[-1]) + 1))
+    (x0, x1), (y0, y1), (z0, z1) = ranges
+    return Box((x0, y0, z0), (x1, y1, z1))
+
+
+def regrow(lung: LungBox, cut: list[tuple[int, bool]], growth_mm: float = GROWTH_MM) -> LungBox:
+    """The box grown at the faces where the lung was cut.
+
+    Args:
+        lung: the box.
+        cut: faces as (axis, at the far end).
+        growth_mm: how far each goes out, clipped to the scan.
+    """
+    start, stop = list(lung.box.start), list(lung.box.stop)
+    for axis, far in cut:
+        step = int(np.ceil(growth_mm / lung.grid.spacing_mm[axis]))
+        if far:
+            stop[axis] += step
+        else:
+            start[axis] -= step
+    box = Box((start[0], start[1], start[2]), (stop[0], stop[1], stop[2])).clipped(lung.grid.shape)
+    return replace(lung, box=box, regrown=lung.regrown + 1)

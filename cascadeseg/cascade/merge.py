@@ -1,0 +1,74 @@
+"""Both lungs' logits back onto the scan's own grid, slab by slab, and only inside their boxes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cascadeseg.cascade.refine import Refined
+from cascadeseg.cascade.resample import SLAB_VOXELS, resample_volume
+from cascadeseg.geometry import Box, Grid, canonical_view
+
+Labels = npt.NDArray[np.uint8]
+
+
+def merge(lungs: Sequence[Refined], grid: Grid) -> Labels:
+    """The label map of both lungs on a scan's grid (any orientation).
+
+    Logits are interpolated, never labels; where both lungs claim a voxel, the larger logit has it. Nothing of the size
+    of classes times voxels is ever made: memory is the label map and one slab.
+
+    Args:
+        lungs: none, one or both.
+        grid: the scan's own.
+
+    Returns:
+        (X, Y, Z) uint8 label values, in the scan's axis order.
+    """
+    labels = np.zeros(grid.shape, dtype=np.uint8, order="F")
+    view, canonical = canonical_view(labels, grid), grid.canonical()
+    boxes = [box_on(refined, canonical) for refined in lungs]
+    for slab in _slabs(boxes):
+        best = torch.zeros(slab.shape, device=lungs[0].logits.device)
+        target = view[slab.slices]
+        for refined, box in zip(lungs, boxes, strict=True):
+            here = _relative(_overlap(box, slab), slab)
+            if min(here.shape) == 0:
+                continue
+            logits = resample_volume(refined.logits, refined.grid, canonical.cropped(slab).cropped(here))
+            wins = logits > best[here.slices]
+            target[here.slices][wins.cpu().numpy()] = refined.lung.label.value
+            best[here.slices] = torch.maximum(best[here.slices], logits)
+    return labels
+
+
+def box_on(refined: Refined, canonical: Grid) -> Box:
+    """The voxels of a canonical scan that a lung's crop covers."""
+    crop = Box.whole(refined.grid.shape)
+    return refined.grid.covering(crop, canonical).clipped(canonical.shape)
+
+
+def _slabs(boxes: Sequence[Box]) -> Iterator[Box]:
+    """The union of the boxes, cut along z into boxes of at most `SLAB_VOXELS` voxels."""
+    if not boxes:
+        return
+    x0, y0, z0 = (min(box.start[a] for box in boxes) for a in range(3))
+    x1, y1, z1 = (max(box.stop[a] for box in boxes) for a in range(3))
+    thickness = max(1, SLAB_VOXELS // max(1, (x1 - x0) * (y1 - y0)))
+    for low in range(z0, z1, thickness):
+        yield Box((x0, y0, low), (x1, y1, min(low + thickness, z1)))
+
+
+def _overlap(a: Box, b: Box) -> Box:
+    x0, y0, z0 = (max(p, q) for p, q in zip(a.start, b.start, strict=True))
+    x1, y1, z1 = (min(p, q) for p, q in zip(a.stop, b.stop, strict=True))
+    return Box((x0, y0, z0), (max(x0, x1), max(y0, y1), max(z0, z1)))
+
+
+def _relative(box: Box, origin: Box) -> Box:
+    x0, y0, z0 = (p - o for p, o in zip(box.start, origin.start, strict=True))
+    x1, y1, z1 = (p - o for p, o in zip(box.stop, origin.start, strict=True))
+    return Box((x0, y0, z0), (x1, y1, z1))

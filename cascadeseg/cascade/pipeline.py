@@ -1,0 +1,244 @@
+"""The cascade, end to end: a scan in, the mask of both lungs on the scan's own grid out."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from cascadeseg.cascade.clean import clean
+from cascadeseg.cascade.crop import crop_lungs, settle_sides
+from cascadeseg.cascade.locate import locate
+from cascadeseg.cascade.merge import Labels, box_on, merge
+from cascadeseg.cascade.refine import Refined, refine
+from cascadeseg.errors import ModelError
+from cascadeseg.formats import read_scan, scan_of
+from cascadeseg.formats.scan import Scan
+from cascadeseg.geometry import Box, canonical_view
+from cascadeseg.labels import LUNGS, Label
+from cascadeseg.network.engine import Engine, Precision, find_device
+from cascadeseg.network.model import Model, load_model
+
+Progress = Callable[[str, float], None]
+FACES = (("left", "right"), ("posterior", "anterior"), ("inferior", "superior"))
+"""The patient's sides at the near and the far end of each canonical axis."""
+
+
+@dataclass(frozen=True)
+class LungResult:
+    """One lung of a segmented scan.
+
+    Attributes:
+        label: which lung.
+        volume_ml: what of it is in the scan; 0 where there is none.
+        mean_hu: mean HU inside the mask, None where there is none.
+        touches: faces of the scan that the lung touches (``"superior"``, ...): there it may go on outside.
+        regrown: how many times its box had to grow.
+        box_mm: the extent of its crop in RAS+ mm, ((x, y, z) low, (x, y, z) high); None where stage 1 found no lung.
+    """
+
+    label: Label
+    volume_ml: float
+    mean_hu: float | None
+    touches: tuple[str, ...]
+    regrown: int
+    box_mm: tuple[tuple[float, ...], tuple[float, ...]] | None
+
+    @property
+    def complete(self) -> bool:
+        """Whether the whole lung is in the scan, as far as one can see."""
+        return not self.touches
+
+
+@dataclass(frozen=True)
+class Segmentation:
+    """A segmented scan.
+
+    Attributes:
+        labels: (X, Y, Z) uint8, 1 right lung, 2 left lung, on ``scan.grid``.
+        scan: what was segmented.
+        lungs: right and left, in the order of `labels.LUNGS`.
+        seconds: by step, in order.
+        peak_memory_mb: the process's largest resident memory so far.
+        warnings: what was odd about the scan or the result.
+        device: where the networks ran.
+        precision: ``fp32``, ``bf16`` or ``fp16``.
+        model: name, version and sha256 of the model.
+    """
+
+    labels: Labels
+    scan: Scan
+    lungs: tuple[LungResult, ...]
+    seconds: dict[str, float]
+    peak_memory_mb: float
+    warnings: tuple[str, ...]
+    device: str
+    precision: str
+    model: dict[str, str] = field(default_factory=dict)
+
+
+class Segmenter:
+    """Both networks, loaded once, for any number of scans."""
+
+    def __init__(
+        self, model: str | Path | Model | None = None, *, device: str = "auto", precision: Precision = "auto"
+    ) -> None:
+        """Loads a model onto a device.
+
+        Args:
+            model: a model folder, a loaded model, or None for the one in the package.
+            device: ``auto``, ``cpu``, ``cuda``, ``cuda:N`` or ``mps``.
+            precision: ``auto`` takes what the device is fast at.
+
+        Raises:
+            ModelError: the model cannot be read, or has no second stage.
+            DeviceError: there is no such device.
+        """
+        self.device = find_device(device)
+        self.model = model if isinstance(model, Model) else load_model(model)
+        if self.model.refiner is None:
+            raise ModelError(
+                model or "model",
+                "a locator without a refiner",
+                "both stages",
+                "train the second: cascadeseg train --stage 2",
+            )
+        self.locator = Engine(self.model.locator, self.device, precision)
+        self.refiner = Engine(self.model.refiner, self.device, precision)
+
+    def segment(self, scan: Any, affine: Any = None, *, progress: Progress | None = None) -> Segmentation:
+        """Segments the lungs of one scan.
+
+        Args:
+            scan: a `Scan`, a path, a nibabel or SimpleITK image, or an array (X, Y, Z) in HU with its affine.
+            affine: (4, 4) voxel index to RAS+ mm; for arrays only.
+            progress: called with the step's name and the share of work done, 0 to 1.
+
+        Raises:
+            ScanError: it is no 3D CT volume.
+        """
+        clock = _Clock(progress or (lambda step, done: None))
+        with clock.step("read", 0.0):
+            scan = _as_scan(scan, affine)
+        labels, lungs = self._segment(scan.canonical(), scan, clock)
+        with clock.step("measure", 0.97):
+            results = _results(scan, labels, lungs)
+        clock.progress("done", 1.0)
+        return Segmentation(
+            labels=labels,
+            scan=scan,
+            lungs=results,
+            seconds=clock.seconds,
+            peak_memory_mb=peak_memory_mb(),
+            warnings=(*scan.warnings, *_concerns(results)),
+            device=str(self.device),
+            precision=self.refiner.precision,
+            model={"name": self.model.name, "version": self.model.version, "sha256": self.model.sha256},
+        )
+
+    def _segment(self, canonical: Scan, scan: Scan, clock: _Clock) -> tuple[Labels, list[Refined]]:
+        with clock.step("locate", 0.15):
+            coarse = locate(canonical, self.locator)
+        with clock.step("crop", 0.35):
+            coarse = settle_sides(coarse)
+            boxes = crop_lungs(coarse)
+        with clock.step("refine", 0.4):
+            lungs = [refine(canonical, box, coarse, self.refiner) for box in boxes]
+        with clock.step("merge", 0.8):
+            labels = merge(lungs, scan.grid)
+        with clock.step("clean", 0.9):
+            clean(labels, [(lung.lung.label, box_on(lung, canonical.grid)) for lung in lungs], scan.grid)
+        return labels, lungs
+
+
+class _Clock:
+    """Seconds by step, and progress."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def step(self, name: str, done: float) -> Iterator[None]:
+        self.progress(name, done)
+        start = time.perf_counter()
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds[name] = time.perf_counter() - start
+
+
+def _as_scan(scan: Any, affine: Any) -> Scan:
+    if isinstance(scan, Scan):
+        return scan
+    if isinstance(scan, str | Path):
+        return read_scan(scan)
+    return scan_of(scan, affine)
+
+
+def _results(scan: Scan, labels: Labels, lungs: list[Refined]) -> tuple[LungResult, ...]:
+    refined = {lung.lung.label: lung for lung in lungs}
+    return tuple(_result(scan, labels, label, refined.get(label)) for label in LUNGS)
+
+
+def _result(scan: Scan, labels: Labels, label: Label, refined: Refined | None) -> LungResult:
+    if refined is None:
+        return LungResult(label, 0.0, None, (), 0, None)
+    grid = scan.grid.canonical()
+    box = box_on(refined, grid)
+    mask = canonical_view(labels, scan.grid)[box.slices] == label.value
+    corners = refined.grid.world([(-0.5, -0.5, -0.5), [n - 0.5 for n in refined.grid.shape]])
+    return LungResult(
+        label=label,
+        volume_ml=float(np.count_nonzero(mask)) * grid.voxel_volume_ml,
+        mean_hu=_mean_hu(scan.canonical(), mask, box),
+        touches=_touches(mask, box, grid.shape),
+        regrown=refined.lung.regrown,
+        box_mm=(tuple(corners.min(axis=0).round(1)), tuple(corners.max(axis=0).round(1))),
+    )
+
+
+def _mean_hu(scan: Scan, mask: np.ndarray[Any, np.dtype[np.bool_]], box: Box) -> float | None:
+    count = int(np.count_nonzero(mask))
+    if count == 0:
+        return None
+    values = scan.voxels[box.slices]
+    total = sum(float(values[..., z][mask[..., z]].sum(dtype=np.float64)) for z in range(mask.shape[2]))
+    return scan.slope * total / count + scan.intercept
+
+
+def _touches(mask: np.ndarray[Any, np.dtype[np.bool_]], box: Box, shape: tuple[int, ...]) -> tuple[str, ...]:
+    touched = []
+    for axis, names in enumerate(FACES):
+        for far, name in enumerate(names):
+            at_border = box.stop[axis] == shape[axis] if far else box.start[axis] == 0
+            if at_border and mask.take(-1 if far else 0, axis=axis).any():
+                touched.append(name)
+    return tuple(touched)
+
+
+def _concerns(lungs: tuple[LungResult, ...]) -> tuple[str, ...]:
+    """What a reader should know of a result."""
+    missing = [lung.label.title for lung in lungs if lung.volume_ml == 0]
+    if len(missing) == len(lungs):
+        return ("no lung was found in this scan; the mask is empty",)
+    concerns = [f"no {title} was found" for title in missing]
+    for lung in lungs:
+        if lung.touches:
+            where = " and ".join(lung.touches)
+            concerns.append(f"the {lung.label.title} touches the {where} border of the scan: its volume may be partial")
+    return tuple(concerns)
+
+
+def peak_memory_mb() -> float:
+    """The largest resident memory this process ever had."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return float(peak) / (2**20 if sys.platform == "darwin" else 2**10)

@@ -1,0 +1,97 @@
+"""Stage 2: the exact surface of one lung, in its box, from the original scan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cascadeseg.cascade.crop import LungBox, regrow
+from cascadeseg.cascade.locate import Coarse
+from cascadeseg.cascade.resample import resample_scan, resample_volume
+from cascadeseg.formats.scan import Scan
+from cascadeseg.geometry import Grid
+from cascadeseg.labels import LEFT_LUNG, LUNGS, Label
+from cascadeseg.network.engine import Engine
+from cascadeseg.network.model import View
+
+LARGEST_REGROWTH = 3
+
+
+@dataclass(frozen=True)
+class Refined:
+    """One lung as stage 2 sees it.
+
+    Attributes:
+        lung: the box it was refined in.
+        logits: (X, Y, Z) float32, above 0 inside the lung.
+        grid: their grid.
+    """
+
+    lung: LungBox
+    logits: Tensor
+    grid: Grid
+
+
+def lung_image(scan: Scan, coarse: Coarse | None, label: Label, grid: Grid, view: View, device: torch.device) -> Tensor:
+    """What stage 2 sees of one lung, in training and in inference alike: left lungs mirrored.
+
+    Args:
+        scan: in canonical orientation.
+        coarse: stage 1's opinion; needed where ``view.prior``.
+        label: which lung.
+        grid: the crop's grid, with the scan's directions.
+        view: stage 2's.
+        device: where to work.
+
+    Returns:
+        (C, X, Y, Z) float32: the image, and where ``view.prior`` this lung's probability minus the other's.
+    """
+    channels = [resample_scan(scan, grid, view, device)]
+    if view.prior:
+        if coarse is None:
+            raise ValueError("a stage with a prior needs stage 1's probabilities")
+        this = LUNGS.index(label)
+        opinion = coarse.lungs[this].float() - coarse.lungs[1 - this].float()
+        channels.append(resample_volume(opinion.to(device), coarse.grid, grid))
+    return mirrored(torch.stack(channels), label)
+
+
+def mirrored(volume: Tensor, label: Label) -> Tensor:
+    """(..., X, Y, Z) turned so that the lung lies like a right lung; twice is the identity."""
+    return volume.flip(-3) if label == LEFT_LUNG else volume
+
+
+def refine(scan: Scan, lung: LungBox, coarse: Coarse, engine: Engine) -> Refined:
+    """Segments one lung; a box that cuts it is grown and segmented again."""
+    while True:
+        refined = _refine_once(scan, lung, coarse, engine)
+        cut = cut_faces(refined, scan.grid)
+        larger = regrow(lung, cut)
+        if not cut or lung.regrown == LARGEST_REGROWTH or larger.box == lung.box:
+            return refined
+        lung = larger
+
+
+def _refine_once(scan: Scan, lung: LungBox, coarse: Coarse, engine: Engine) -> Refined:
+    stage = engine.stage
+    grid = lung.extent(stage.view.spacing_mm, stage.unet.stride)
+    image = lung_image(scan, coarse, lung.label, grid, stage.view, engine.device)
+    return Refined(lung, mirrored(engine(image)[0], lung.label), grid)
+
+
+def cut_faces(refined: Refined, scan_grid: Grid) -> list[tuple[int, bool]]:
+    """The faces (axis, at the far end) of the crop that the lung touches and that lie inside the scan."""
+    faces = []
+    for axis in range(3):
+        for far in (False, True):
+            layer = refined.logits.select(axis, -1 if far else 0)
+            if _is_inside(refined.grid, scan_grid, axis, far) and bool((layer > 0).any()):
+                faces.append((axis, far))
+    return faces
+
+
+def _is_inside(crop: Grid, scan: Grid, axis: int, far: bool) -> bool:
+    index = float(crop.index(scan.world([n - 0.5 if far else -0.5 for n in scan.shape]))[axis])
+    return index > crop.shape[axis] + 0.5 if far else index < -1.5

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import numpy as np
+
+from cascadeseg.cascade.clean import clean
+from cascadeseg.geometry import Box, Grid
+from cascadeseg.labels import LEFT_LUNG, RIGHT_LUNG
+
+GRID = Grid.axis_aligned((40, 40, 40), (2, 2, 2))
+WHOLE = [(label, Box.whole(GRID.shape)) for label in (RIGHT_LUNG, LEFT_LUNG)]
+
+
+def lung() -> np.ndarray:
+    labels = np.zeros(GRID.shape, np.uint8, order="F")
+    labels[5:30, 5:30, 5:30] = RIGHT_LUNG.value
+    return labels
+
+
+def test_holes_are_lung_and_small_parts_are_not():
+    labels = lung()
+    labels[10:14, 10:14, 10:14] = 0
+    labels[35:38, 35:38, 35:38] = RIGHT_LUNG.value
+    assert (clean(labels, WHOLE, GRID) == lung()).all()
+
+
+def test_a_hole_that_holds_the_other_lung_keeps_it():
+    labels = lung()
+    labels[10:20, 10:20, 10:20] = LEFT_LUNG.value
+    assert (clean(labels.copy(), WHOLE, GRID) == labels).all()
+
+
+def test_a_second_large_part_stays():
+    labels = lung()
+    labels[5:30, 5:30, 32:39] = RIGHT_LUNG.value
+    assert (clean(labels.copy(), WHOLE, GRID) == labels).all()
+
+
+def test_a_tiny_lung_stays_if_it_is_all_there_is():
+    labels = np.zeros(GRID.shape, np.uint8)
+    labels[5:8, 5:8, 5:8] = LEFT_LUNG.value
+    assert (clean(labels.copy(), WHOLE, GRID) == labels).all()
+
+
+def test_outside_its_box_nothing_is_touched():
+    labels = lung()
+    labels[35:38, 35:38, 35:38] = RIGHT_LUNG.value
+    cleaned = clean(labels.copy(), [(RIGHT_LUNG, Box((0, 0, 0), (32, 32, 32)))], GRID)
+    assert (cleaned == labels).all()

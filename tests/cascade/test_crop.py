@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from cascadeseg.cascade.crop import LungBox, crop_lungs, regrow, settle_sides
+from cascadeseg.cascade.locate import Coarse
+from cascadeseg.geometry import Box, Grid
+from cascadeseg.labels import LEFT_LUNG, RIGHT_LUNG
+from tests.cascade.chest import CENTRES, RADII, chest_grid, truth
+
+GRID = chest_grid((4.0, 4.0, 4.0))
+
+
+def opinion(right: np.ndarray, left: np.ndarray) -> Coarse:
+    return Coarse(torch.from_numpy(np.stack([right, left]).astype(np.float32)), GRID)
+
+
+def lungs() -> tuple[np.ndarray, np.ndarray]:
+    labels = truth(GRID)
+    return labels == 1, labels == 2
+
+
+def sides(coarse: Coarse) -> tuple[np.ndarray, np.ndarray]:
+    right, left = settle_sides(coarse).lungs.numpy() > 0.5
+    return right, left
+
+
+def test_two_lungs_give_two_boxes_with_the_margin_and_the_lung_in_the_middle():
+    boxes = crop_lungs(opinion(*lungs()), margin_mm=16)
+    assert [box.label for box in boxes] == [RIGHT_LUNG, LEFT_LUNG]
+    for box in boxes:
+        low, high = GRID.world(np.asarray(box.box.start) - 0.5), GRID.world(np.asarray(box.box.stop) - 0.5)
+        np.testing.assert_allclose((low + high) / 2, CENTRES[box.label], atol=4)
+        np.testing.assert_allclose(high - low, 2 * RADII + 32, atol=8)
+
+
+def test_what_is_right_already_is_left_alone():
+    coarse = opinion(*(0.9 * mask for mask in lungs()))
+    assert torch.equal(settle_sides(coarse).lungs, coarse.lungs)
+
+
+def test_a_single_blob_called_by_one_name_is_split_at_the_centroids():
+    right, left = lungs()
+    bridge = np.zeros_like(right)
+    middle = tuple(n // 2 for n in GRID.shape)
+    bridge[middle[0] - 6 : middle[0] + 6, middle[1] - 2 : middle[1] + 2, middle[2] - 2 : middle[2] + 2] = True
+    found_right, found_left = sides(opinion(right | left | bridge, np.zeros_like(left)))
+    assert (found_right & right).sum() == right.sum()
+    assert (found_left & left).sum() == left.sum()
+
+
+def test_swapped_names_are_put_right_by_geometry():
+    right, left = lungs()
+    found_right, found_left = sides(opinion(left, right))
+    assert (found_right == right).all()
+    assert (found_left == left).all()
+
+
+def test_one_lung_called_by_both_names_stays_one():
+    right, _ = lungs()
+    upper = np.arange(GRID.shape[2]) > GRID.shape[2] // 2 + 8
+    found_right, found_left = sides(opinion(right & ~upper, right & upper))
+    assert (found_right == right).all()
+    assert not found_left.any()
+
+
+def test_a_missing_lung_gives_one_box():
+    right, left = lungs()
+    assert [box.label for box in crop_lungs(settle_sides(opinion(right, np.zeros_like(left))))] == [RIGHT_LUNG]
+    assert [box.label for box in crop_lungs(settle_sides(opinion(np.zeros_like(right), left)))] == [LEFT_LUNG]
+
+
+def test_a_stray_blob_does_not_enlarge_the_box():
+    right, left = lungs()
+    stray = right.copy()
+    stray[-4:-1, 1:4, 1:4] = True
+    assert crop_lungs(settle_sides(opinion(stray, left))) == crop_lungs(opinion(right, left))
+
+
+def test_nothing_found_gives_no_box():
+    nothing = np.zeros(GRID.shape, bool)
+    assert crop_lungs(settle_sides(opinion(nothing, nothing))) == []
+
+
+@pytest.mark.parametrize("stride", [8, 16])
+def test_the_crops_shape_is_a_multiple_of_the_stride_and_covers_the_box(stride):
+    grid = Grid.axis_aligned((40, 40, 40), (2, 2, 2))
+    lung = LungBox(RIGHT_LUNG, Box((3, 5, 7), (20, 33, 40)), grid)
+    extent = lung.extent(1.0, stride)
+    assert all(n % stride == 0 for n in extent.shape)
+    low, high = extent.world((-0.5, -0.5, -0.5)), extent.world(np.asarray(extent.shape) - 0.5)
+    assert (low <= grid.world(np.asarray(lung.box.start) - 0.5) + 1e-6).all()
+    assert (high >= grid.world(np.asarray(lung.box.stop) - 0.5) - 1e-6).all()
+
+
+def test_a_box_grows_only_at_the_faces_that_cut_and_never_out_of_the_scan():
+    grid = Grid.axis_aligned((40, 40, 40), (2, 2, 2))
+    lung = LungBox(LEFT_LUNG, Box((3, 10, 10), (20, 20, 20)), grid)
+    grown = regrow(lung, [(0, False), (2, True)], growth_mm=10)
+    assert grown.box == Box((0, 10, 10), (20, 20, 25))
+    assert grown.regrown == 1

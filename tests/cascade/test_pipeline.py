@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import permutations, product
+
+import numpy as np
+import pytest
+
+from cascadeseg.cascade.pipeline import Segmenter
+from cascadeseg.errors import ModelError
+from cascadeseg.geometry import Box, Grid, canonical_view
+from cascadeseg.labels import LUNGS
+from tests.cascade.chest import (
+    CENTRES,
+    RADII,
+    chest,
+    chest_grid,
+    dice,
+    thresholding_segmenter,
+    tiny_model,
+    truth,
+)
+
+
+def reoriented(grid: Grid, order: tuple[int, int, int], flips: tuple[bool, bool, bool]) -> Grid:
+    """The same field of view with its array axes in another order and direction."""
+    affine = grid.affine.copy()
+    for axis, flip in enumerate(flips):
+        if flip:
+            affine[:3, 3] += affine[:3, axis] * (grid.shape[axis] - 1)
+            affine[:3, axis] *= -1
+    affine[:3, :3] = affine[:3, list(order)]
+    return Grid([grid.shape[a] for a in order], affine)
+
+
+def test_a_network_that_thresholds_gives_back_both_lungs():
+    scan = chest(chest_grid((1.5, 1.5, 2.5)))
+    result = thresholding_segmenter().segment(scan)
+    expected = truth(scan.grid)
+    for lung, measured in zip(LUNGS, result.lungs, strict=True):
+        assert dice(result.labels, expected, lung.value) > 0.985
+        assert measured.volume_ml == pytest.approx(4 / 3 * np.pi * np.prod(RADII) / 1000, rel=0.03)
+        assert measured.mean_hu == pytest.approx(-850, abs=40)
+        assert measured.complete
+        assert measured.regrown == 0
+    assert set(result.seconds) == {"read", "locate", "crop", "refine", "merge", "clean", "measure"}
+    assert result.warnings == ()
+
+
+ORIENTATIONS = [(o, f) for o in permutations(range(3)) for f in product((False, True), repeat=3)]
+
+
+@pytest.mark.parametrize(("order", "flips"), ORIENTATIONS)
+def test_every_orientation_gives_the_same_mask_in_patient_space(order, flips):
+    base = chest_grid()
+    grid = reoriented(base, order, flips)
+    labels = thresholding_segmenter().segment(chest(grid)).labels
+    assert labels.shape == grid.shape
+    upright = thresholding_segmenter().segment(chest(base)).labels
+    back = canonical_view(labels, grid)
+    for lung in LUNGS:
+        assert dice(back, upright, lung.value) > 0.99
+
+
+def test_an_oblique_scan_keeps_its_sides():
+    base = chest_grid((3.0, 3.0, 4.0))
+    angle = np.deg2rad(20)
+    turn = np.array([[np.cos(angle), -np.sin(angle), 0], [np.sin(angle), np.cos(angle), 0], [0, 0, 1]])
+    affine = np.eye(4)
+    affine[:3] = turn @ base.affine[:3]
+    grid = Grid(base.shape, affine)
+    labels = thresholding_segmenter().segment(chest(grid)).labels
+    for lung in LUNGS:
+        assert dice(labels, truth(grid), lung.value) > 0.95
+
+
+@pytest.mark.parametrize("lung", LUNGS)
+def test_a_missing_lung_leaves_the_other_one(lung):
+    scan = chest(chest_grid())
+    voxels = scan.voxels.copy()
+    voxels[truth(scan.grid) == lung.value] = 40
+    result = thresholding_segmenter().segment(replace(scan, voxels=voxels))
+    other = next(label for label in LUNGS if label != lung)
+    assert not (result.labels == lung.value).any()
+    assert dice(result.labels, truth(scan.grid), other.value) > 0.93
+    assert f"no {lung.title} was found" in result.warnings
+
+
+def test_a_scan_without_lungs_gives_an_empty_mask_and_says_so():
+    scan = chest(chest_grid())
+    result = thresholding_segmenter().segment(replace(scan, voxels=np.full_like(scan.voxels, 40)))
+    assert not result.labels.any()
+    assert result.warnings == ("no lung was found in this scan; the mask is empty",)
+    assert [lung.volume_ml for lung in result.lungs] == [0, 0]
+
+
+def test_a_lung_at_the_scans_border_is_reported_as_partial():
+    grid = chest_grid()
+    lower = grid.cropped(Box((0, 0, 0), (grid.shape[0], grid.shape[1], grid.shape[2] // 2)))
+    result = thresholding_segmenter().segment(chest(lower))
+    assert [lung.touches for lung in result.lungs] == [("superior",), ("superior",)]
+    assert "the right lung touches the superior border of the scan: its volume may be partial" in result.warnings
+    assert dice(result.labels, truth(lower), 1) > 0.93
+
+
+@pytest.mark.parametrize("shape", [(1, 40, 30), (7, 5, 3), (83, 60, 2)])
+def test_scans_smaller_than_the_networks_stride_work(shape):
+    grid = Grid.axis_aligned(shape, (4, 4, 5), (-160, -110, -5))
+    assert thresholding_segmenter().segment(chest(grid)).labels.shape == shape
+
+
+def test_an_untrained_model_runs_end_to_end():
+    scan = chest(chest_grid())
+    result = Segmenter(tiny_model(), device="cpu").segment(scan)
+    assert result.labels.shape == scan.grid.shape
+    assert result.labels.dtype == np.uint8
+
+
+def test_an_array_with_its_affine_is_a_scan():
+    scan = chest(chest_grid())
+    result = thresholding_segmenter().segment(scan.voxels, scan.grid.affine)
+    assert dice(result.labels, truth(scan.grid), 1) > 0.93
+
+
+def test_a_model_without_second_stage_is_refused():
+    with pytest.raises(ModelError, match="a locator without a refiner; expected both stages; train the second"):
+        Segmenter(replace(tiny_model(), refiner=None))
+
+
+def test_the_toy_lungs_lie_on_their_sides():
+    # World x grows to the patient's right.
+    assert CENTRES[LUNGS[0]][0] > 0 > CENTRES[LUNGS[1]][0]
