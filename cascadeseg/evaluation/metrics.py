@@ -99,8 +99,7 @@ def evaluate(
         prediction = np.where(ignored, BACKGROUND, prediction)
         reference = np.where(ignored, BACKGROUND, reference)
     return tuple(
-        _lung_scores(label, prediction == label.value, reference == label.value, spacing_mm)
-        for label in LUNGS
+        _lung_scores(label, prediction == label.value, reference == label.value, spacing_mm) for label in LUNGS
     )
 
 

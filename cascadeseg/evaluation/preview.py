@@ -104,9 +104,7 @@ def preview_png(scan: Scan, labels: npt.NDArray[np.uint8], title: str) -> bytes:
     panels = [_panel(plane, shown, mask) for plane in planes(mask)]
     cell = PANEL_PX + MARGIN_PX
     rows = -(-len(panels) // COLUMNS)
-    heights = [
-        max(panel.height for panel in panels[row * COLUMNS : (row + 1) * COLUMNS]) for row in range(rows)
-    ]
+    heights = [max(panel.height for panel in panels[row * COLUMNS : (row + 1) * COLUMNS]) for row in range(rows)]
     size = (COLUMNS * cell + MARGIN_PX, TITLE_PX + sum(heights) + rows * MARGIN_PX)
     sheet = Image.new("RGB", size, (16, 16, 16))
     _write(ImageDraw.Draw(sheet), (MARGIN_PX, TITLE_PX // 2), title, "lm", size=17)

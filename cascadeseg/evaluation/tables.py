@@ -147,7 +147,4 @@ def _cell(value: float) -> str:
 
 
 def _object(keys: Sequence[str], values: Sequence[float]) -> dict[str, float | None]:
-    return {
-        key: round(value, 6) if math.isfinite(value) else None
-        for key, value in zip(keys, values, strict=True)
-    }
+    return {key: round(value, 6) if math.isfinite(value) else None for key, value in zip(keys, values, strict=True)}

@@ -17,9 +17,7 @@ from cascadeseg.geometry import Box, Grid
 from cascadeseg.labels import LEFT_LUNG, RIGHT_LUNG
 
 SHAPE, SPACING = (30, 24, 12), (2.0, 2.0, 5.0)
-ORIENTATIONS = [
-    (order, flips) for order in permutations(range(3)) for flips in product((False, True), repeat=3)
-]
+ORIENTATIONS = [(order, flips) for order in permutations(range(3)) for flips in product((False, True), repeat=3)]
 
 
 def canonical_pair() -> tuple[npt.NDArray[np.int16], npt.NDArray[np.uint8]]:
@@ -92,13 +90,10 @@ def test_the_right_lung_is_drawn_left_of_the_left_lung() -> None:
 def test_panels_have_square_millimetres() -> None:
     shape, spacing = (60, 48, 24), (2.0, 2.0, 5.0)
     squares = [
-        ((a - (n - 1) / 2) * s / 40) ** 2
-        for a, n, s in zip(np.ogrid[:60, :48, :24], shape, spacing, strict=True)
+        ((a - (n - 1) / 2) * s / 40) ** 2 for a, n, s in zip(np.ogrid[:60, :48, :24], shape, spacing, strict=True)
     ]
     ball = (sum(squares) <= 1).astype(np.uint8)
-    picture = opened(
-        preview_png(Scan(np.zeros(shape, np.int16), Grid.axis_aligned(shape, spacing)), ball, "")
-    )
+    picture = opened(preview_png(Scan(np.zeros(shape, np.int16), Grid.axis_aligned(shape, spacing)), ball, ""))
     # 120 mm fill a panel's width, 96 mm across are less, in every panel.
     assert picture.shape[0] == TITLE_PX + round(PANEL_PX * 96 / 120) + PANEL_PX + 2 * MARGIN_PX
     coronal = coloured(picture[-PANEL_PX:, : PANEL_PX + MARGIN_PX], RIGHT_LUNG.colour)

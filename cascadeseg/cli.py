@@ -1,0 +1,632 @@
+"""The command line. Heavy libraries are imported inside the subcommands, so that ``--help`` answers at once.
+
+A user's mistake is one line on stderr and exit code 2. Other exit codes: 0 done, 3 some scans of several failed
+(the others are done), 130 interrupted. Results go to stdout, everything else to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from cascadeseg._version import __version__
+from cascadeseg.errors import CascadesegError, ConfigError, DeviceError, ScanError
+
+if TYPE_CHECKING:
+    from cascadeseg.cascade.pipeline import Segmentation, Segmenter
+    from cascadeseg.evaluation.tables import Case
+    from cascadeseg.formats import Scan
+    from cascadeseg.outputs import Job
+
+DONE, MISTAKE, SOME_FAILED, INTERRUPTED = 0, 2, 3, 130
+DEVICES = re.compile(r"auto|cpu|cuda|cuda:\d+|mps")
+Progress = Callable[[str, float], None]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit code."""
+    _survive_odd_terminals()
+    verbose = "--verbose" in (sys.argv if arguments is None else arguments)
+    try:
+        options = _parser().parse_args(arguments)
+        run: Callable[[argparse.Namespace], int] = options.run
+        return run(options)
+    except SystemExit as stop:  # argparse after --help and --version
+        return int(stop.code or 0)
+    except KeyboardInterrupt:
+        _complain("interrupted")
+        return INTERRUPTED
+    except Exception as error:
+        line = _in_one_line(error)
+        if line is None:
+            raise
+        if verbose and not isinstance(error, CascadesegError):
+            traceback.print_exc()
+        _complain(line)
+        return MISTAKE
+
+
+# ---------------------------------------------------------------------------------------------------- options
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose complaints are one line, like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(self.prog, message, remedy=f"see {self.prog} --help")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="cascadeseg",
+        description="Left and right lung masks from any chest CT.",
+        epilog="Exit codes: 0 done, 2 a mistake or bad input, 3 some scans of several failed, 130 interrupted.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"cascadeseg {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
+    for add in (_add_infer, _add_demo, _add_check, _add_evaluate, _add_synth, _add_train):
+        add(commands)
+    return parser
+
+
+def _command(commands: Any, run: Callable[[argparse.Namespace], int], help: str) -> argparse.ArgumentParser:
+    """A subcommand, named as its function is."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        run.__name__.removeprefix("_run_"), help=help, description=help, allow_abbrev=False
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _add_infer(commands: Any) -> None:
+    parser = _command(commands, _run_infer, "Segment the lungs of CT scans.")
+    add = parser.add_argument
+    _add_scans(parser)
+    add(
+        "-o",
+        "--output",
+        metavar="OUT",
+        help="the mask's file, or a folder for several; default: beside each scan, SCAN_lungs.nii.gz",
+    )
+    _add_model(parser)
+    _add_which(parser)
+    add("--format", choices=("nii.gz", "mha", "nrrd"), help="of the mask; default: like the scan's")
+    add(
+        "--report",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="write a JSON report, beside the mask unless FILE is given",
+    )
+    add(
+        "--preview",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="write a PNG picture, beside the mask unless FILE is given",
+    )
+    add("--force", action="store_true", help="overwrite results that are there")
+    _add_loudness(parser)
+
+
+def _add_demo(commands: Any) -> None:
+    parser = _command(commands, _run_demo, "Make a synthetic chest CT, segment it, and show how good the mask is.")
+    add = parser.add_argument
+    add("folder", nargs="?", default="cascadeseg-demo", metavar="DIR", help="default: ./cascadeseg-demo")
+    _add_model(parser)
+    add("--force", action="store_true", help="overwrite the files of an earlier demo")
+    _add_loudness(parser)
+
+
+def _add_check(commands: Any) -> None:
+    parser = _command(commands, _run_check, "Say what is in a scan, what is odd about it and what would be repaired.")
+    _add_scans(parser)
+    _add_which(parser)
+
+
+def _add_evaluate(commands: Any) -> None:
+    parser = _command(commands, _run_evaluate, "Score masks against references: overlap, surface distances, volumes.")
+    add = parser.add_argument
+    add("prediction", metavar="PRED", help="a mask, or a folder of masks")
+    add("reference", metavar="REF", help="its reference, or a folder of references with the same names")
+    add("--json", metavar="FILE", help="write the table as JSON")
+    add("--csv", metavar="FILE", help="write the table as CSV")
+
+
+def _add_synth(commands: Any) -> None:
+    parser = _command(commands, _run_synth, "Make synthetic chest CT scans with their lung labels.")
+    add = parser.add_argument
+    add("output", metavar="OUT", help="a folder; gets imagesTr, labelsTr and dataset.json")
+    add("--count", type=_positive(int), default=1, metavar="N", help="how many; default 1")
+    add("--seed", type=int, default=0, metavar="S", help="of the first; the others count up; default 0")
+    add(
+        "--spacing",
+        type=_positive(float),
+        nargs="+",
+        metavar="MM",
+        help="voxel size, one number or three; default: as a scanner would have it",
+    )
+    add("--preset", default="default", metavar="NAME", help="which patients; an unknown name lists them all")
+    add("--quiet", action="store_true", help="say nothing but errors")
+
+
+def _add_train(commands: Any) -> None:
+    parser = _command(commands, _run_train, "Train one stage of the cascade.")
+    add = parser.add_argument
+    add("--stage", type=int, choices=(1, 2), required=True, help="1, the locator, or 2, the refiner")
+    add("--data", metavar="DIR", help="'synthetic', or a folder with imagesTr and labelsTr; default: the recipe's")
+    add("--config", metavar="FILE", help="a TOML recipe; default: the stage's own")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change one value of the recipe: section.key=value",
+    )
+    add("--output", metavar="RUN", help="the run's folder; default: runs/stage1 or runs/stage2")
+    add("--resume", action="store_true", help="go on with the run in that folder")
+    add("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps")
+    add("--quiet", action="store_true", help="no progress")
+
+
+def _add_scans(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "scans",
+        nargs="+",
+        metavar="SCAN",
+        help="a NIfTI, MHA/MHD or NRRD file, a DICOM series (folder, zip), or a folder of scans",
+    )
+
+
+def _add_which(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--series", metavar="UID", help="which DICOM series; default: the largest CT series")
+    parser.add_argument("--volume", type=int, metavar="N", help="which volume of a 4D file, from 0")
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", metavar="DIR", help="a trained model's folder; default: the one in the package")
+    parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:N or mps")
+
+
+def _add_loudness(parser: argparse.ArgumentParser) -> None:
+    loudness = parser.add_mutually_exclusive_group()
+    loudness.add_argument("--quiet", action="store_true", help="say nothing but warnings and errors")
+    loudness.add_argument("--verbose", action="store_true", help="say more, and show where errors come from")
+
+
+def _positive(kind: type[int] | type[float]) -> Callable[[str], float]:
+    """An argument type: a number above zero."""
+
+    def parse(text: str) -> float:
+        number = kind(text)
+        if not 0 < number < float("inf"):
+            raise argparse.ArgumentTypeError(f"{text} is not above zero")
+        return number
+
+    parse.__name__ = kind.__name__  # argparse names the type in "invalid float value"
+    return parse
+
+
+# ------------------------------------------------------------------------------------------------------ infer
+
+
+def _run_infer(options: argparse.Namespace) -> int:
+    from cascadeseg import outputs
+
+    _check_device(options.device)
+    found, failures = outputs.find(options.scans)
+    for failure in failures:
+        _complain(str(failure))
+    several = len(options.scans) > 1 or len(found) + len(failures) > 1
+    wishes = outputs.Wishes(
+        output=options.output,
+        suffix=f".{options.format}" if options.format else None,
+        report=options.report,
+        preview=options.preview,
+        force=options.force,
+    )
+    jobs = outputs.plan(found, wishes, several=several)
+    load = _Loader(options.model, options.device)
+    failed = len(failures)
+    for job in jobs:
+        failed += not _infer_one(job, load, options)
+    return _batch_result(failed, len(jobs) + len(failures), several)
+
+
+@dataclass
+class _Loader:
+    """The segmenter, loaded when the first scan turned out to be readable, and then kept.
+
+    Attributes:
+        model: a model folder, or None for the shipped one.
+        device: as for `Segmenter`.
+        loaded: the segmenter, once it was needed.
+    """
+
+    model: str | None
+    device: str
+    loaded: Segmenter | None = None
+
+    def __call__(self) -> Segmenter:
+        if self.loaded is None:
+            from cascadeseg.cascade.pipeline import Segmenter
+
+            self.loaded = Segmenter(self.model, device=self.device)
+        return self.loaded
+
+
+def _infer_one(job: Job, load: _Loader, options: argparse.Namespace) -> bool:
+    """Segments one scan and writes its results; a scan that fails is told, and is no reason to stop.
+
+    Raises:
+        ModelError, DeviceError: no other scan would fare better.
+    """
+    seconds: dict[str, float] = {}
+    try:
+        with _timed(seconds, "read"):
+            scan = _read(job.scan, options)
+    except Exception as error:
+        return _tell_failure(job, error, options)
+    segmenter = load()
+    try:
+        with _progress(job.scan.name, options.quiet) as progress:
+            result = segmenter.segment(scan, progress=progress)
+        _write_results(job, result, seconds)
+    except Exception as error:
+        return _tell_failure(job, error, options)
+    for warning in result.warnings:
+        _complain(f"{job.scan}: warning: {warning}")
+    if not options.quiet:
+        _say(_summary(job, result, seconds))
+    if options.verbose:
+        _say(_details(job, result))
+    return True
+
+
+def _read(path: Path, options: argparse.Namespace) -> Scan:
+    from cascadeseg.formats import read_scan
+
+    return read_scan(path, series=options.series, volume=options.volume)
+
+
+def _write_results(job: Job, result: Segmentation, seconds: dict[str, float]) -> None:
+    """Writes the mask, the picture and the report; adds the segmentation's and its own times to ``seconds``."""
+    from cascadeseg.formats import write_labels
+    from cascadeseg.outputs import write_file
+
+    seconds |= {step: value for step, value in result.seconds.items() if step not in seconds}
+    with _timed(seconds, "write"):
+        write_labels(result.labels, job.labels, result.scan)
+    if job.preview is not None:
+        from cascadeseg.evaluation.preview import preview_png
+
+        with _timed(seconds, "preview"):
+            title = f"{job.scan.name}:  {_volumes(result)}"
+            write_file(job.preview, preview_png(result.scan, result.labels, title))
+    if job.report is not None:
+        from cascadeseg.evaluation.report import report_json
+
+        kinds = {"labels": job.labels, "preview": job.preview, "report": job.report}
+        written = {kind: path for kind, path in kinds.items() if path is not None}
+        write_file(job.report, report_json(result, written, seconds))
+
+
+def _summary(job: Job, result: Segmentation, seconds: dict[str, float]) -> str:
+    split = ", ".join(f"{step} {value:.1f}" for step, value in seconds.items())
+    return (
+        f"{job.scan}: {_volumes(result)}; {sum(seconds.values()):.1f} s ({split}); "
+        f"peak {result.peak_memory_mb:,.0f} MB; {job.labels}"
+    )
+
+
+def _volumes(result: Segmentation) -> str:
+    return ", ".join(f"{lung.label.title} {lung.volume_ml:,.0f} ml" for lung in result.lungs)
+
+
+def _details(job: Job, result: Segmentation) -> str:
+    """What ``--verbose`` adds: the scan, the model, every lung, every file."""
+    model = " ".join(result.model.get(key, "") for key in ("name", "version")).strip()
+    lines = [f"scan: {_geometry(result.scan)}", f"model: {model}, on {result.device} in {result.precision}"]
+    for lung in result.lungs:
+        hu = "-" if lung.mean_hu is None else f"{lung.mean_hu:.0f} HU"
+        whole = f"touches the {' and '.join(lung.touches)} border" if lung.touches else "whole"
+        lines.append(f"{lung.label.title}: mean {hu}, {whole}, crop grown {lung.regrown} times")
+    lines += [f"wrote {path}" for path in job.outputs]
+    return "\n".join(f"  {line}" for line in lines)
+
+
+def _tell_failure(job: Job, error: Exception, options: argparse.Namespace) -> bool:
+    """One line about a scan that failed."""
+    line = _in_one_line(error)
+    if line is None:
+        line = f"{job.scan}: failed with {type(error).__name__}: {' '.join(str(error).split())}"
+        line += "; this is a fault of cascadeseg, please report it with the output of --verbose"
+    if options.verbose:
+        traceback.print_exception(error)
+    _complain(line)
+    return False
+
+
+def _batch_result(failed: int, total: int, several: bool) -> int:
+    """The exit code; for several scans some of which failed, also a closing line."""
+    if failed and several:
+        _complain(f"{failed} of {total} scans failed")
+    if not failed:
+        return DONE
+    return SOME_FAILED if failed < total else MISTAKE
+
+
+# ---------------------------------------------------------------------------------------- check, evaluate, synth
+
+
+def _run_check(options: argparse.Namespace) -> int:
+    from cascadeseg import outputs
+
+    found, failures = outputs.find(options.scans)
+    for failure in failures:
+        _complain(str(failure))
+    failed = len(failures)
+    for scan in found:
+        try:
+            _say(_examined(scan.scan, _read(scan.scan, options)))
+        except CascadesegError as error:
+            failed += 1
+            _complain(str(error))
+    total = len(found) + len(failures)
+    return _batch_result(failed, total, total > 1)
+
+
+def _examined(path: Path, scan: Scan) -> str:
+    """What the input doctor says about a scan."""
+    low, high = _hu_range(scan)
+    lines = [
+        f"{path}: usable{', but odd' if scan.warnings else ''}",
+        f"  {_geometry(scan)}",
+        f"  {scan.voxels.dtype.name} values, {low:,.0f} to {high:,.0f} HU",
+        *(f"  odd: {warning}" for warning in scan.warnings),
+    ]
+    return "\n".join(lines)
+
+
+def _geometry(scan: Scan) -> str:
+    from cascadeseg.evaluation.report import orientation
+
+    shape = " x ".join(map(str, scan.grid.shape))
+    spacing = " x ".join(f"{s:.4g}" for s in scan.grid.spacing_mm)
+    return f"{shape} voxels of {spacing} mm, {orientation(scan.grid)}"
+
+
+def _hu_range(scan: Scan) -> tuple[float, float]:
+    """The lowest and highest HU, slice by slice: no float copy of a whole scan."""
+    import numpy as np
+
+    from cascadeseg.geometry import canonical_view
+
+    slices = np.moveaxis(canonical_view(scan.voxels, scan.grid), 2, 0)
+    ends = [scan.slope * float(value) + scan.intercept for s in slices for value in _finite_ends(s)]
+    return (min(ends), max(ends)) if ends else (float("nan"), float("nan"))
+
+
+def _finite_ends(values: Any) -> list[float]:
+    """The smallest and largest finite value, or nothing where there is none."""
+    import numpy as np
+
+    finite = values[np.isfinite(values)] if values.dtype.kind == "f" else values
+    return [finite.min(), finite.max()] if finite.size else []
+
+
+def _run_evaluate(options: argparse.Namespace) -> int:
+    from cascadeseg.evaluation import tables
+    from cascadeseg.evaluation.cases import pair, score
+    from cascadeseg.outputs import check_place, write_file
+
+    files = [Path(name) for name in (options.json, options.csv) if name]
+    for file in files:
+        check_place(file)
+    pairs, unpaired = pair(Path(options.prediction), Path(options.reference))
+    for path in unpaired:
+        _complain(f"{path}: no prediction of this name in {options.prediction}")
+    cases: list[Case] = []
+    failed = len(unpaired)
+    for prediction, reference in pairs:
+        try:
+            cases.append(score(prediction, reference))
+        except ScanError as error:
+            failed += 1
+            _complain(str(error))
+    if cases:
+        _say(tables.as_text(cases).rstrip())
+        for name, text in ((options.json, tables.as_json), (options.csv, tables.as_csv)):
+            if name:
+                write_file(Path(name), text(cases))
+    total = len(pairs) + len(unpaired)
+    return _batch_result(failed, total, total > 1)
+
+
+def _run_synth(options: argparse.Namespace) -> int:
+    spacing = _three(options.spacing)
+    from cascadeseg.outputs import make_folder
+
+    output = Path(options.output)
+    make_folder(output)
+    from cascadeseg.synthesis import write_dataset
+
+    with _progress(f"{options.count} scans", options.quiet) as progress:
+        write_dataset(output, options.count, options.seed, spacing, _preset(options.preset), progress)
+    if not options.quiet:
+        _say(f"{output}: {options.count} synthetic scans with their labels")
+    return DONE
+
+
+def _three(spacing: list[float] | None) -> tuple[float, float, float] | None:
+    if spacing is None:
+        return None
+    if len(spacing) == 1:
+        return spacing[0], spacing[0], spacing[0]
+    if len(spacing) == 3:
+        return spacing[0], spacing[1], spacing[2]
+    raise ConfigError("--spacing", f"{len(spacing)} numbers", "one or three, in mm")
+
+
+def _preset(name: str) -> Any:
+    from cascadeseg.synthesis import PRESETS
+
+    if name not in PRESETS:
+        raise ConfigError("--preset", name, f"one of {', '.join(PRESETS)}")
+    return PRESETS[name]
+
+
+# ------------------------------------------------------------------------------------------------------- train
+
+
+def _run_train(options: argparse.Namespace) -> int:
+    _check_device(options.device)
+    recipe = _recipe(options)
+    output = Path(options.output or f"runs/stage{options.stage}")
+    from cascadeseg.training.loop import train
+
+    model = train(recipe, output, resume=options.resume, device=options.device, quiet=options.quiet)
+    _say(f"{model}: the trained model; use it with cascadeseg infer SCAN --model {model}")
+    return DONE
+
+
+def _recipe(options: argparse.Namespace) -> Any:
+    """The stage's TOML with the overrides of the command line, ``--data`` first."""
+    import json
+
+    from cascadeseg import config
+    from cascadeseg.training.config import TrainingConfig
+
+    overrides = [*([f"data.source={json.dumps(options.data)}"] if options.data else []), *options.set]
+    path = Path(options.config) if options.config else _shipped_recipe(options.stage)
+    recipe = config.load(path, TrainingConfig, overrides)
+    if recipe.stage != options.stage:
+        raise ConfigError(path, f"a recipe for stage {recipe.stage}", f"one for --stage {options.stage}")
+    return recipe
+
+
+def _shipped_recipe(stage: int) -> Path:
+    """The stage's recipe: in the package, or beside it in a clone."""
+    package = Path(__file__).parent
+    places = [folder / "configs" / f"stage{stage}.toml" for folder in (package, package.parent)]
+    for place in places:
+        if place.exists():
+            return place
+    raise ConfigError("train", "no recipe was found", remedy="give one with --config FILE")
+
+
+# -------------------------------------------------------------------------------------------------------- demo
+
+
+def _run_demo(options: argparse.Namespace) -> int:
+    from cascadeseg.demo import DemoFiles, make_scan
+    from cascadeseg.evaluation import tables
+    from cascadeseg.evaluation.cases import score
+    from cascadeseg.formats import read_scan
+    from cascadeseg.outputs import check_place, make_folder, write_file
+
+    _check_device(options.device)
+    files = DemoFiles(Path(options.folder))
+    files.refuse_overwriting(options.force)
+    make_folder(files.folder)
+    check_place(files.table)
+    load = _Loader(options.model, options.device)
+    segmenter = load()  # a missing model is told before a scan is made
+    seconds: dict[str, float] = {}
+    with _progress("making a synthetic chest CT", options.quiet) as progress:
+        make_scan(files, progress)
+    with _timed(seconds, "read"):
+        scan = read_scan(files.scan)
+    with _progress("segmenting it", options.quiet) as progress:
+        result = segmenter.segment(scan, progress=progress)
+    _write_results(files.job, result, seconds)
+    for warning in result.warnings:
+        _complain(f"{files.scan}: warning: {warning}")
+    case = score(files.job.labels, files.reference)
+    write_file(files.table, tables.as_json([case]))
+    if not options.quiet:
+        _say(_summary(files.job, result, seconds))
+        _say("")
+        _say(tables.as_text([case]))
+        _say("\n".join(f"{path}  {what}" for path, what in files.explained()))
+    return DONE
+
+
+# ---------------------------------------------------------------------------------------------------- terminal
+
+
+def _check_device(name: str) -> None:
+    """Refuses what cannot be a device's name; whether it is there is found out when torch is loaded."""
+    if not DEVICES.fullmatch(name):
+        raise DeviceError("--device", name, "auto, cpu, cuda, cuda:N or mps")
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], step: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    seconds[step] = time.perf_counter() - start
+
+
+@contextmanager
+def _progress(name: str, quiet: bool) -> Iterator[Progress]:
+    """A callback that draws a bar on stderr, where that is a terminal; elsewhere it does nothing."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda step, done: None
+        return
+    from tqdm import tqdm
+
+    form = "{desc} |{bar:30}| {percentage:3.0f}% {elapsed}"
+    with tqdm(total=1.0, desc=name, bar_format=form, leave=False) as bar:
+
+        def show(step: str, done: float) -> None:
+            bar.set_description_str(f"{name}: {step}", refresh=False)
+            bar.n = min(done, 1.0)
+            bar.refresh()
+
+        yield show
+
+
+def _say(text: str) -> None:
+    """A result, on stdout. A reader that went away (``| head``) is no reason to stop segmenting."""
+    try:
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _complain(text: str) -> None:
+    """A line on stderr."""
+    sys.stderr.write(f"cascadeseg: {' '.join(text.split())}\n")
+    sys.stderr.flush()
+
+
+def _in_one_line(error: Exception) -> str | None:
+    """What the user can mend, in one line; None for a fault of our own."""
+    if isinstance(error, CascadesegError):
+        return str(error)
+    if isinstance(error, MemoryError):
+        return "out of memory; crop the scan, or use a larger machine"
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not worth importing torch for
+        return "out of the device's memory; use --device cpu"
+    if isinstance(error, OSError):
+        return f"{error.filename or 'system'}: {error.strerror or error}"
+    return None
+
+
+def _survive_odd_terminals() -> None:
+    """File names that the terminal's encoding cannot say are shown escaped instead of ending the program."""
+    reconfigure = getattr(sys.stdout, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="backslashreplace")

@@ -1,0 +1,94 @@
+"""Masks and references on disk: which belong together, and their scores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from cascadeseg.errors import ScanError
+from cascadeseg.evaluation.metrics import evaluate
+from cascadeseg.evaluation.tables import Case
+from cascadeseg.formats import MASK_SUFFIXES, read_labels, stem_of, suffix_of
+from cascadeseg.formats.names import MASK_ENDINGS
+from cascadeseg.geometry import canonical_view
+from cascadeseg.labels import BACKGROUND, IGNORE, LUNGS
+
+GRID_TOLERANCE_MM = 0.1
+"""Headers that differ by less say the same: formats round differently."""
+
+
+def pair(prediction: Path, reference: Path) -> tuple[list[tuple[Path, Path]], list[Path]]:
+    """Predictions with their references, and references without a prediction.
+
+    Args:
+        prediction: a mask, or a folder of masks.
+        reference: its reference, or a folder of references. Names match without suffix and without what marks a
+            mask or a channel (``_lungs``, ``_ref``, ``_0000``, ...).
+
+    Raises:
+        ScanError: there is nothing there, one is a file and the other a folder, two files of a folder have one
+            name, or no names match.
+    """
+    for path in (prediction, reference):
+        if not path.exists():
+            raise ScanError(path, "no such file or folder")
+    if prediction.is_dir() != reference.is_dir():
+        file, folder = (reference, prediction) if prediction.is_dir() else (prediction, reference)
+        raise ScanError(file, f"a file, and {folder} a folder", "two files or two folders")
+    if not prediction.is_dir():
+        return [(prediction, reference)], []
+    predictions, references = _named(prediction), _named(reference)
+    common = [name for name in references if name in predictions]
+    if not common:
+        found = f"none of its names is among those of {prediction}"
+        raise ScanError(reference, found, "masks of the same names")
+    missing = [path for name, path in references.items() if name not in predictions]
+    return [(predictions[name], references[name]) for name in common], missing
+
+
+def score(prediction: Path, reference: Path) -> Case:
+    """The scores of one mask on disk.
+
+    Raises:
+        ScanError: one of them cannot be read, has values that are no lung labels, or they lie on different grids.
+    """
+    predicted, grid = read_labels(prediction)
+    expected, reference_grid = read_labels(reference)
+    # Compared in canonical order, so that the same mask stored with other axes is the same mask.
+    predicted, expected = canonical_view(predicted, grid), canonical_view(expected, reference_grid)
+    canonical = grid.canonical()
+    if not canonical.matches(reference_grid.canonical(), GRID_TOLERANCE_MM):
+        found = f"{_shape(canonical.shape)} voxels" if canonical.shape != expected.shape else "another place"
+        raise ScanError(prediction, f"{found}, not on the grid of {reference}", "masks of one scan")
+    values = [BACKGROUND, *(lung.value for lung in LUNGS)]
+    for path, labels, known in ((prediction, predicted, values), (reference, expected, [*values, IGNORE])):
+        others = sorted(set(np.unique(labels).tolist()) - set(known))
+        if others:
+            meaning = ", ".join(f"{lung.value} {lung.title}" for lung in LUNGS)
+            raise ScanError(path, f"label {others[0]}", f"0 background, {meaning}")
+    return Case(case_name(reference), evaluate(predicted, expected, canonical.spacing_mm))
+
+
+def case_name(path: Path) -> str:
+    """What a mask is a mask of: its name without suffix, mask endings and channel number."""
+    name = stem_of(path)
+    for ending in (*MASK_ENDINGS, "_0000"):
+        name = name.removesuffix(ending)
+    return name
+
+
+def _named(folder: Path) -> dict[str, Path]:
+    named: dict[str, Path] = {}
+    for path in sorted(folder.iterdir()):
+        if suffix_of(path) in MASK_SUFFIXES and not path.name.startswith("."):
+            other = named.setdefault(case_name(path), path)
+            if other != path:
+                raise ScanError(path, f"the same case as {other.name} by its name", "one mask for each case")
+    if not named:
+        raise ScanError(folder, "no mask in this folder", f"files that end in {' '.join(MASK_SUFFIXES)}")
+    return named
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))

@@ -1,0 +1,221 @@
+"""Where the results of `cascadeseg infer` go: decided, and refused, before any work is done."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cascadeseg.errors import CascadesegError, ConfigError, OutputError
+from cascadeseg.formats import MASK_SUFFIXES, check_writable, find_scans, stem_of, suffix_of
+from cascadeseg.formats.atomic import replace_file, staged
+
+ENDING = "_lungs"
+BESIDE = ""
+"""For `Wishes.report` and `Wishes.preview`: under the mask's name, beside it."""
+SUFFIXES = {".mha": ".mha", ".mhd": ".mha", ".nrrd": ".nrrd", ".nhdr": ".nrrd"}
+"""The mask's suffix by the scan's; NIfTI for all the others."""
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the user asked for.
+
+    Attributes:
+        output: a file, a folder, or None for beside each scan.
+        suffix: the mask's suffix, or None for what the output's name or the scan's kind says.
+        report: a file, `BESIDE`, or None for no report.
+        preview: a file, `BESIDE`, or None for no picture.
+        force: overwrite what is there.
+    """
+
+    output: str | None = None
+    suffix: str | None = None
+    report: str | None = None
+    preview: str | None = None
+    force: bool = False
+
+
+@dataclass(frozen=True)
+class Job:
+    """One scan and the files made of it.
+
+    Attributes:
+        scan: a file or a DICOM folder.
+        labels: the mask.
+        report: JSON, or None.
+        preview: PNG, or None.
+    """
+
+    scan: Path
+    labels: Path
+    report: Path | None = None
+    preview: Path | None = None
+
+    @property
+    def outputs(self) -> list[Path]:
+        """All files made, the mask first."""
+        return [path for path in (self.labels, self.preview, self.report) if path is not None]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A scan, and the folder that was searched for it (None for a scan that was named itself)."""
+
+    scan: Path
+    root: Path | None = None
+
+
+def find(arguments: Sequence[str]) -> tuple[list[Found], list[CascadesegError]]:
+    """The scans that the arguments mean, each once, and what is wrong with the other arguments."""
+    found: dict[Path, Found] = {}
+    failures: list[CascadesegError] = []
+    for argument in arguments:
+        path = Path(argument)
+        try:
+            scans = find_scans(path)
+        except CascadesegError as error:
+            failures.append(error)
+            continue
+        for scan in scans:
+            found.setdefault(scan.resolve(), Found(scan, None if scan == path else path))
+    return list(found.values()), failures
+
+
+def plan(scans: Sequence[Found], wishes: Wishes, *, several: bool) -> list[Job]:
+    """Where every scan's results go. Makes the output folder; writes nothing else.
+
+    Args:
+        scans: as `find` gives them.
+        wishes: what the user asked for.
+        several: whether the user asked for more than one scan (even if only one of them is there).
+
+    Raises:
+        OutputError: a place that cannot be written, that is taken, or that two scans would share.
+        ConfigError: wishes that contradict each other.
+    """
+    if several and (wishes.report or wishes.preview):
+        option = "--report" if wishes.report else "--preview"
+        raise ConfigError(
+            f"{option} {wishes.report or wishes.preview}",
+            "one file for several scans",
+            remedy=f"give {option} without a name: each scan then has its own, beside its mask",
+        )
+    jobs = [_job(found, wishes, several) for found in scans]
+    _refuse_clashes(jobs)
+    for job in jobs:
+        _refuse_overwriting(job, wishes.force)
+    for job in jobs:
+        if wishes.output is not None and (several or _is_folder(wishes.output)):
+            make_folder(job.labels.parent)
+        check_writable(job.labels)
+        for path in job.outputs[1:]:
+            check_place(path)
+    return jobs
+
+
+def _job(found: Found, wishes: Wishes, several: bool) -> Job:
+    labels = _labels_path(found, wishes, several)
+    stem = stem_of(labels)
+    return Job(
+        scan=found.scan,
+        labels=labels,
+        report=_side_file(wishes.report, "--report", labels.with_name(f"{stem}.json")),
+        preview=_side_file(wishes.preview, "--preview", labels.with_name(f"{stem}.png")),
+    )
+
+
+def _labels_path(found: Found, wishes: Wishes, several: bool) -> Path:
+    scan = found.scan
+    suffix = wishes.suffix or SUFFIXES.get(suffix_of(scan), ".nii.gz")
+    # A DICOM folder may be given as "." or end in "..": its name is the resolved one's.
+    named = scan if scan.name not in ("", "..") else scan.resolve()
+    name = f"{stem_of(named)}{ENDING}{suffix}"
+    if wishes.output is None:
+        return named.parent / name
+    if several or _is_folder(wishes.output):
+        below = scan.relative_to(found.root).parent if found.root else Path()
+        folder = Path(wishes.output) / below
+        return folder / name
+    output = Path(wishes.output)
+    if suffix_of(output) not in MASK_SUFFIXES:
+        kinds = f"a name that ends in {', '.join(MASK_SUFFIXES)}, or a folder"
+        raise OutputError(output, f"unknown suffix '{suffix_of(output)}'", kinds)
+    if wishes.suffix and suffix_of(output) != wishes.suffix:
+        raise ConfigError(f"--format {wishes.suffix[1:]}", f"the output is to be {output}", remedy="leave one out")
+    return output
+
+
+def _is_folder(output: str) -> bool:
+    """Whether ``-o`` means a folder: there is one, it ends like one, or has no suffix."""
+    return Path(output).is_dir() or output.endswith(("/", "\\")) or not Path(output).suffix
+
+
+def _side_file(wish: str | None, option: str, beside: Path) -> Path | None:
+    if wish is None:
+        return None
+    if wish == BESIDE:
+        return beside
+    # Also keeps `--report scan.nii.gz`, a scan taken for the option's value, from being overwritten.
+    if Path(wish).suffix.lower() != beside.suffix:
+        raise ConfigError(
+            f"{option} {wish}",
+            "the report's name" if option == "--report" else "the picture's name",
+            f"a name that ends in {beside.suffix}",
+            f"give the scans before {option}",
+        )
+    return Path(wish)
+
+
+def _refuse_clashes(jobs: Sequence[Job]) -> None:
+    taken = Counter(path.absolute() for job in jobs for path in job.outputs)
+    for job in jobs:
+        for path in job.outputs:
+            if path.absolute() == job.scan.absolute():
+                raise OutputError(path, "the scan itself", "another name")
+            if taken[path.absolute()] > 1:
+                sharers = [str(other.scan) for other in jobs if path in other.outputs]
+                found = f"the result of {' and of '.join(sharers[:2])}"
+                raise OutputError(path, found, "one scan for each result", "segment them one by one, each with -o")
+
+
+def _refuse_overwriting(job: Job, force: bool) -> None:
+    there = [path for path in job.outputs if path.exists()]
+    if there and not force:
+        raise OutputError(there[0], "exists", remedy="overwrite with --force, or choose another place with -o")
+
+
+def write_file(path: Path, content: bytes | str) -> None:
+    """Writes a whole file or none; text is UTF-8.
+
+    Raises:
+        OutputError: it could not be written.
+    """
+    data = content.encode("utf-8") if isinstance(content, str) else content
+
+    def write(part: Path) -> None:
+        part.write_bytes(data)
+
+    replace_file(path, write)
+
+
+def check_place(path: Path) -> None:
+    """Raises OutputError if `write_file` could not write here; meant to be called before any work is done."""
+    with staged(path):
+        pass
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder for results, with those above it, unless it is there.
+
+    Raises:
+        OutputError: there is a file of that name, or the folder cannot be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise OutputError(path, "a file", "a folder", "choose another name") from None
+    except OSError as problem:
+        found = f"cannot be made ({problem.strerror})"
+        raise OutputError(path, found, "", "choose another folder") from problem

@@ -1,0 +1,562 @@
+"""The command line: its options are frozen, its mistakes are one line, its exit codes mean what they say.
+
+The networks are replaced by a threshold, so that nothing here needs weights or time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import nibabel
+import numpy as np
+import pytest
+from PIL import Image
+
+import cascadeseg
+from cascadeseg import cli
+from cascadeseg.cascade import pipeline
+from cascadeseg.cascade.pipeline import LungResult, Segmentation
+from cascadeseg.errors import DeviceError, ModelError
+from cascadeseg.formats import Scan, read_labels
+from cascadeseg.geometry import canonical_view
+from cascadeseg.labels import LUNGS
+
+SHAPE = (24, 20, 16)
+
+OPTIONS = {
+    "infer": "SCAN -o/--output --model --device --series --volume --format --report --preview --force"
+    " --quiet --verbose",
+    "demo": "DIR --model --device --force --quiet --verbose",
+    "check": "SCAN --series --volume",
+    "evaluate": "PRED REF --json --csv",
+    "synth": "OUT --count --seed --spacing --preset --quiet",
+    "train": "--stage --data --config --set --output --resume --device --quiet",
+}
+"""The command line as its users know it: a change here is a change for them, and belongs in the changelog."""
+
+
+class ThresholdSegmenter:
+    """Stands in for the networks: air is lung, and the patient's side decides which."""
+
+    def __init__(self, model: Any = None, *, device: str = "auto", precision: str = "auto") -> None:
+        if model == "broken":
+            raise ModelError(model, "no readable model.json")
+        if device == "cuda:7":
+            raise DeviceError("--device", "cuda:7, but this machine has no cuda device", "", "use --device auto")
+
+    def segment(self, scan: Scan, progress: Callable[[str, float], None]) -> Segmentation:
+        progress("locate", 0.5)
+        if scan.source.endswith("interrupt.nii.gz"):
+            raise KeyboardInterrupt
+        if scan.source.endswith("fault.nii.gz"):
+            raise RuntimeError("shapes\ndo not match")
+        if scan.source.endswith("memory.nii.gz"):
+            raise MemoryError
+        hu = scan.hu()
+        labels = np.zeros(hu.shape, np.uint8)
+        right_first = canonical_view(labels, scan.grid)
+        lung = canonical_view(hu, scan.grid) < -500
+        middle = lung.shape[0] // 2
+        right_first[middle:][lung[middle:]] = 1
+        right_first[:middle][lung[:middle]] = 2
+        lungs = tuple(
+            LungResult(
+                label=label,
+                volume_ml=float((labels == label.value).sum()) * scan.grid.voxel_volume_ml,
+                mean_hu=-800.04 if (labels == label.value).any() else None,
+                touches=("superior",) if label.side == "left" else (),
+                regrown=0,
+                box_mm=((0.0, 0.0, 0.0), (1.0, 2.0, 3.0)),
+            )
+            for label in LUNGS
+        )
+        return Segmentation(
+            labels=labels,
+            scan=scan,
+            lungs=lungs,
+            seconds={"read": 0.0, "locate": 0.25, "refine": 1.5},
+            peak_memory_mb=1234.5,
+            warnings=(*scan.warnings, "the left lung touches the superior border of the scan"),
+            device="cpu",
+            precision="fp32",
+            model={"name": "threshold", "version": "1", "sha256": "0" * 64},
+        )
+
+
+@pytest.fixture(autouse=True)
+def _fake_networks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(pipeline, "Segmenter", ThresholdSegmenter)
+    monkeypatch.chdir(tmp_path)
+
+
+def make_scan(path: Path) -> Path:
+    """A block of tissue with two boxes of air."""
+    voxels = np.full(SHAPE, 40, np.int16)
+    voxels[3:9, 5:15, 4:12] = -800
+    voxels[14:22, 5:15, 4:12] = -1000
+    path.parent.mkdir(parents=True, exist_ok=True)
+    nibabel.save(nibabel.Nifti1Image(voxels, np.diag([2.0, 2.0, 5.0, 1.0])), path)
+    return path
+
+
+def run(*arguments: str | Path) -> int:
+    return cli.main([str(argument) for argument in arguments])
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """A process of its own, with the package under test."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(cascadeseg.__file__).parents[1])}
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+
+def names(folder: Path) -> list[str]:
+    """Everything below a folder, also what is hidden."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+class Refused:
+    """Runs a command that must fail, and checks its one line."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self.capsys = capsys
+
+    def __call__(self, arguments: Sequence[str | Path], *words: str, code: int = 2) -> None:
+        before = names(Path())
+        assert run(*arguments) == code
+        out, err = self.capsys.readouterr()
+        assert out == ""
+        assert len(err.splitlines()) == 1, err
+        assert "Traceback" not in err
+        for word in words:
+            assert word in err
+        assert names(Path()) == before, "nothing is left behind"
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
+    return Refused(capsys)
+
+
+# ------------------------------------------------------------------------------------------------ the frozen part
+
+
+def test_the_command_line_is_frozen() -> None:
+    (commands,) = (a for a in cli._parser()._actions if isinstance(a, argparse._SubParsersAction))
+    found = {
+        name: " ".join(
+            "/".join(action.option_strings) or str(action.metavar)
+            for action in parser._actions
+            if not isinstance(action, argparse._HelpAction)
+        )
+        for name, parser in commands.choices.items()
+    }
+    assert found == OPTIONS
+
+
+@pytest.mark.parametrize("command", ["", *OPTIONS])
+def test_help_is_exit_code_0(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*filter(None, [command]), "--help") == 0
+    assert f"usage: cascadeseg {command}".strip() in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--version") == 0
+    assert capsys.readouterr().out == f"cascadeseg {cascadeseg.__version__}\n"
+
+
+def test_help_is_quick_and_loads_no_heavy_library() -> None:
+    heavy = "{'torch', 'numpy', 'monai', 'SimpleITK', 'nibabel', 'scipy', 'PIL', 'tqdm', 'pydicom'}"
+    code = f"import sys; from cascadeseg.cli import main; main(['--help']); sys.exit(str({heavy} & set(sys.modules)))"
+    start = time.perf_counter()
+    done = python("-c", code)
+    assert done.stderr.strip() == "set()"
+    assert time.perf_counter() - start < 1.0, "0.3 s on a quiet machine"
+
+
+def test_the_package_exports_lazily() -> None:
+    code = "import sys, cascadeseg; before = 'torch' in sys.modules; cascadeseg.Segmenter; sys.exit(before)"
+    assert python("-c", code).returncode == 0
+    assert set(dir(cascadeseg)) >= {"Segmenter", "read_scan", "write_labels", "__version__"}
+    with pytest.raises(AttributeError, match="no attribute 'Segmentor'"):
+        _ = cascadeseg.Segmentor
+
+
+# ----------------------------------------------------------------------------------------------------- infer, well
+
+
+def test_infer_writes_the_mask_beside_the_scan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scan = make_scan(tmp_path / "with space" / "scan ä.nii.gz")
+    assert run("infer", scan) == 0
+    out, err = capsys.readouterr()
+    labels, grid = read_labels(scan.with_name("scan ä_lungs.nii.gz"))
+    assert sorted(np.unique(labels)) == [0, 1, 2]
+    assert grid.shape == SHAPE
+    assert len(out.splitlines()) == 1
+    assert f"{scan}: right lung 13 ml, left lung 10 ml; " in out
+    assert "locate 0.2, refine 1.5, write 0." in out
+    assert "peak 1,234 MB" in out
+    assert err == f"cascadeseg: {scan}: warning: the left lung touches the superior border of the scan\n"
+    assert names(tmp_path) == ["with space/scan ä.nii.gz", "with space/scan ä_lungs.nii.gz"]
+
+
+def test_quiet_and_verbose(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scan = make_scan(tmp_path / "scan.nii.gz")
+    assert run("infer", scan, "--quiet") == 0
+    assert capsys.readouterr().out == ""
+    assert run("infer", scan, "--force", "--verbose", "--report") == 0
+    out = capsys.readouterr().out
+    assert "24 x 20 x 16 voxels of 2 x 2 x 5 mm, RAS" in out
+    assert "model: threshold 1, on cpu in fp32" in out
+    assert "left lung: mean -800 HU, touches the superior border" in out
+    assert f"wrote {tmp_path / 'scan_lungs.json'}" in out
+
+
+def test_report_and_preview_beside_the_mask(tmp_path: Path) -> None:
+    scan = make_scan(tmp_path / "scan.nii.gz")
+    assert run("infer", scan, "-o", tmp_path / "masks" / "m.nii.gz") == 2, "the folder is not there"
+    (tmp_path / "masks").mkdir()
+    assert run("infer", scan, "-o", tmp_path / "masks" / "m.nii.gz", "--report", "--preview") == 0
+    assert names(tmp_path / "masks") == ["m.json", "m.nii.gz", "m.png"]
+    with Image.open(tmp_path / "masks" / "m.png") as picture:
+        assert picture.size[0] > 1000
+
+
+def test_the_report_has_everything(tmp_path: Path) -> None:
+    scan = make_scan(tmp_path / "scan.nii.gz")
+    assert run("infer", scan, "--report", tmp_path / "r.json", "--preview", tmp_path / "p.png") == 0
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert set(report) == {
+        "schema", "versions", "scan", "model", "device", "precision", "lungs", "seconds", "total_seconds",
+        "peak_memory_mb", "warnings", "outputs",
+    }  # fmt: skip
+    assert report["schema"] == 1
+    assert report["versions"]["cascadeseg"] == cascadeseg.__version__
+    assert {"python", "torch", "numpy"} <= set(report["versions"])
+    assert report["scan"] == {
+        "path": str(scan),
+        "shape": list(SHAPE),
+        "spacing_mm": [2, 2, 5],
+        "orientation": "RAS",
+        "affine_ras_mm": np.diag([2, 2, 5, 1]).tolist(),
+    }
+    right, left = report["lungs"]
+    assert right == {
+        "name": "lung_right",
+        "value": 1,
+        "side": "right",
+        "snomed_ct": "3341006",
+        "volume_ml": 12.8,
+        "mean_hu": -800.0,
+        "complete": True,
+        "touches": [],
+        "regrown": 0,
+        "box_ras_mm": [[0, 0, 0], [1, 2, 3]],
+    }
+    assert (left["complete"], left["touches"]) == (False, ["superior"])
+    assert list(report["seconds"]) == ["read", "locate", "refine", "write", "preview"]
+    assert report["seconds"]["read"] > 0, "the reading of the file, not of the scan in memory"
+    assert report["total_seconds"] == pytest.approx(sum(report["seconds"].values()), abs=0.01)
+    assert report["warnings"] == ["the left lung touches the superior border of the scan"]
+    assert report["outputs"] == {
+        "labels": str(tmp_path / "scan_lungs.nii.gz"),
+        "preview": str(tmp_path / "p.png"),
+        "report": str(tmp_path / "r.json"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "expected"),
+    [
+        ("a.nii", [], "a_lungs.nii.gz"),
+        ("a.v2.nii.gz", [], "a.v2_lungs.nii.gz"),
+        ("a.nii.gz", ["--format", "mha"], "a_lungs.mha"),
+        ("a.nii.gz", ["--format", "nrrd", "-o", "out/"], "out/a_lungs.nrrd"),
+        ("a.nii.gz", ["-o", "out"], "out/a_lungs.nii.gz"),
+        ("a.nii.gz", ["-o", "m.nrrd"], "m.nrrd"),
+        ("a.nii.gz", ["-o", "m.nii", "--force"], "m.nii"),
+    ],
+)
+def test_where_the_mask_goes(tmp_path: Path, name: str, arguments: list[str], expected: str) -> None:
+    scan = make_scan(tmp_path / name)
+    assert run("infer", scan, *arguments) == 0
+    assert names(tmp_path) == sorted([name, expected])
+    assert read_labels(tmp_path / expected)[1].shape == SHAPE
+
+
+def test_masks_of_mha_and_nrrd_are_of_their_kind(tmp_path: Path) -> None:
+    import SimpleITK
+
+    for suffix, expected in [("mha", "mha"), ("mhd", "mha"), ("nrrd", "nrrd")]:
+        image = SimpleITK.GetImageFromArray(np.full((4, 5, 6), -900, np.int16))
+        (tmp_path / suffix).mkdir()
+        SimpleITK.WriteImage(image, str(tmp_path / suffix / f"a.{suffix}"))
+        assert run("infer", tmp_path / suffix / f"a.{suffix}") == 0
+        assert (tmp_path / suffix / f"a_lungs.{expected}").exists()
+
+
+def test_a_folder_of_scans_keeps_going(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in "ab":
+        make_scan(tmp_path / "in" / f"{name}.nii.gz")
+    (tmp_path / "in" / "bad.nii.gz").write_text("no scan")
+    make_scan(tmp_path / "in" / "fault.nii.gz")
+    make_scan(tmp_path / "in" / "memory.nii.gz")
+    assert run("infer", tmp_path / "in", "-o", tmp_path / "out", "--report") == 3
+    out, err = capsys.readouterr()
+    assert [line.split(":")[0] for line in out.splitlines()] == [str(tmp_path / "in" / f"{n}.nii.gz") for n in "ab"]
+    errors = [line for line in err.splitlines() if "warning" not in line]
+    assert len(errors) == 4
+    assert "bad.nii.gz: " in errors[0]
+    assert "fault.nii.gz: failed with RuntimeError: shapes do not match" in errors[1]
+    assert "memory" in errors[2]
+    assert errors[3] == "cascadeseg: 3 of 5 scans failed"
+    assert names(tmp_path / "out") == ["a_lungs.json", "a_lungs.nii.gz", "b_lungs.json", "b_lungs.nii.gz"]
+
+
+def test_masks_in_the_folder_are_no_scans(tmp_path: Path) -> None:
+    make_scan(tmp_path / "in" / "a.nii.gz")
+    assert run("infer", tmp_path / "in") == 0
+    assert run("infer", tmp_path / "in", "--force") == 0
+    assert names(tmp_path / "in") == ["a.nii.gz", "a_lungs.nii.gz"]
+
+
+def test_a_scan_named_twice_is_done_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scan = make_scan(tmp_path / "in" / "a.nii.gz")
+    assert run("infer", scan, tmp_path / "in", "-o", tmp_path / "out") == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+def test_one_missing_scan_of_several(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scan = make_scan(tmp_path / "a.nii.gz")
+    assert run("infer", scan, tmp_path / "b.nii.gz") == 3
+    err = capsys.readouterr().err
+    assert f"cascadeseg: {tmp_path / 'b.nii.gz'}: no such file or folder\n" in err
+    assert "cascadeseg: 1 of 2 scans failed\n" in err
+    assert (tmp_path / "a_lungs.nii.gz").exists()
+
+
+def test_several_scans_that_all_fail_are_exit_code_2(tmp_path: Path) -> None:
+    assert run("infer", tmp_path / "a.nii.gz", tmp_path / "b.nii.gz") == 2
+
+
+def test_the_model_is_loaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = []
+
+    class Counting(ThresholdSegmenter):
+        def __init__(self, model: Any = None, **options: Any) -> None:
+            loaded.append(model)
+            super().__init__(model, **options)
+
+    monkeypatch.setattr(pipeline, "Segmenter", Counting)
+    scans = [make_scan(tmp_path / f"{name}.nii.gz") for name in "abc"]
+    assert run("infer", *scans, "--model", "some/model") == 0
+    assert loaded == ["some/model"]
+
+
+# ------------------------------------------------------------------------------------------------- infer, refused
+
+
+def test_mistakes_in_the_call_are_one_line(tmp_path: Path, refused: Refused) -> None:
+    scan = make_scan(tmp_path / "a.nii.gz")
+    other = make_scan(tmp_path / "b.nii.gz")
+    refused([], "cascadeseg: ", "COMMAND", "see cascadeseg --help")
+    refused(["infr"], "invalid choice: 'infr'", "infer")
+    refused(["infer"], "cascadeseg infer: the following arguments are required: SCAN; see cascadeseg infer --help")
+    refused(["infer", scan, "--prewiew"], "unrecognized arguments: --prewiew")
+    refused(["infer", scan, "--prev"], "unrecognized arguments: --prev")
+    refused(["infer", scan, "--device", "gpu"], "--device: gpu; expected auto, cpu, cuda, cuda:N or mps")
+    refused(["infer", scan, "--device", "cuda:7"], "--device: cuda:7, but this machine has no cuda device")
+    refused(["infer", scan, "--model", "broken"], "broken: no readable model.json")
+    refused(["infer", scan, "--format", "dcm"], "invalid choice: 'dcm'")
+    refused(["infer", scan, "--volume", "first"], "invalid int value: 'first'")
+    refused(["infer", scan, "--quiet", "--verbose"], "not allowed with")
+    refused(["infer", scan, other, "--report", "r.json"], "--report r.json: one file for several scans")
+    refused(["infer", scan, other, "--preview", "p.png"], "--preview p.png: one file for several scans")
+    refused(["infer", scan, "--report", other], "expected a name that ends in .json; give the scans before --report")
+    refused(["infer", scan, "--preview", "p.jpg"], "a name that ends in .png")
+
+
+def test_bad_scans_are_one_line(tmp_path: Path, refused: Refused) -> None:
+    refused(["infer", "nothing.nii.gz"], "nothing.nii.gz: no such file or folder")
+    (tmp_path / "text.nii.gz").write_text("hello")
+    refused(["infer", "text.nii.gz"], "text.nii.gz: ")
+    (tmp_path / "empty").mkdir()
+    refused(["infer", "empty"], "empty: no scan in this folder")
+    scan = make_scan(tmp_path / "cut.nii.gz")
+    scan.write_bytes(scan.read_bytes()[:-40])
+    refused(["infer", scan], "cut.nii.gz: ")
+    nibabel.save(nibabel.Nifti1Image(np.zeros((4, 4, 4, 2), np.int16), np.eye(4)), tmp_path / "4d.nii.gz")
+    refused(["infer", "4d.nii.gz"], "4d.nii.gz: ", "--volume")
+
+
+def test_outputs_are_refused_before_any_work(tmp_path: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "Segmenter", None)  # whoever loads it fails
+    scan = make_scan(tmp_path / "a.nii.gz")
+    (tmp_path / "a_lungs.nii.gz").write_bytes(b"mine")
+    refused(["infer", scan], "a_lungs.nii.gz: exists; overwrite with --force")
+    (tmp_path / "out.json").write_bytes(b"mine")
+    refused(["infer", scan, "-o", "m.nii.gz", "--report", "out.json"], "out.json: exists; overwrite with --force")
+    refused(["infer", scan, "-o", "no/such/m.nii.gz"], "m.nii.gz: the folder no/such does not exist")
+    refused(["infer", scan, "-o", "a.nii.gz/m.nii.gz"], "m.nii.gz: the folder a.nii.gz is not a folder")
+    refused(["infer", scan, "-o", "m.txt"], "m.txt: unknown suffix '.txt'; expected a name that ends in .nii.gz")
+    refused(["infer", scan, "-o", "m.nii.gz", "--format", "mha"], "--format mha: the output is to be m.nii.gz")
+    refused(["infer", scan, "-o", scan, "--force"], "a.nii.gz: the scan itself; expected another name")
+    refused(["infer", scan, "-o", "out.json/"], "out.json: a file; expected a folder")
+    refused(["infer", scan, "-o", "m.nii.gz", "--report", "no/r.json"], "r.json: the folder no does not exist")
+    twin = make_scan(tmp_path / "elsewhere" / "a.nii.gz")
+    refused(["infer", scan, twin, "-o", "."], "a_lungs.nii.gz: the result of", "one scan for each result")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_permission(tmp_path: Path, refused: Refused) -> None:
+    scan = make_scan(tmp_path / "locked" / "a.nii.gz")
+    scan.parent.chmod(0o555)
+    refused(["infer", scan], "a_lungs.nii.gz: cannot be written", "choose another folder")
+
+
+def test_the_first_mask_survives_a_failed_second_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scan = make_scan(tmp_path / "a.nii.gz")
+    assert run("infer", scan) == 0
+    mask = (tmp_path / "a_lungs.nii.gz").read_bytes()
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", interrupted)
+    assert run("infer", scan, "--force") == 130
+    assert (tmp_path / "a_lungs.nii.gz").read_bytes() == mask
+    assert names(tmp_path) == ["a.nii.gz", "a_lungs.nii.gz"]
+
+
+def test_ctrl_c_is_130_and_leaves_nothing(tmp_path: Path, refused: Refused) -> None:
+    refused(["infer", make_scan(tmp_path / "interrupt.nii.gz")], "cascadeseg: interrupted", code=130)
+
+
+def test_ctrl_c_ends_a_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scans = [make_scan(tmp_path / f"{name}.nii.gz") for name in ("a", "interrupt", "z")]
+    assert run("infer", *scans) == 130
+    assert (tmp_path / "a_lungs.nii.gz").exists()
+    assert not (tmp_path / "z_lungs.nii.gz").exists()
+    assert "cascadeseg: interrupted\n" in capsys.readouterr().err
+
+
+def test_verbose_shows_where_an_error_comes_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("infer", make_scan(tmp_path / "fault.nii.gz"), "--verbose") == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------------------ check, evaluate
+
+
+def test_check_describes_a_scan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scan = make_scan(tmp_path / "a.nii.gz")
+    assert run("check", scan) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith(f"{scan}: usable")
+    assert "24 x 20 x 16 voxels of 2 x 2 x 5 mm, RAS" in out
+    assert "int16 values, -1,000 to 40 HU" in out
+    assert err == ""
+
+
+def test_check_refuses_what_infer_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "bad.nii.gz").write_text("hello")
+    assert run("check", tmp_path / "bad.nii.gz") == 2
+    assert run("check", tmp_path / "bad.nii.gz", make_scan(tmp_path / "good.nii.gz")) == 3
+    assert "good.nii.gz: usable" in capsys.readouterr().out
+
+
+def test_evaluate_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scan = make_scan(tmp_path / "a.nii.gz")
+    run("infer", scan, "--quiet")
+    mask = tmp_path / "a_lungs.nii.gz"
+    capsys.readouterr()
+    assert run("evaluate", mask, mask, "--json", tmp_path / "s.json", "--csv", tmp_path / "s.csv") == 0
+    out = capsys.readouterr().out
+    assert "worst  both   1.0000" in out
+    assert json.loads((tmp_path / "s.json").read_text())["cases"][0]["lung_left"]["dice"] == 1
+    assert (tmp_path / "s.csv").read_text().splitlines()[1].startswith("a,lung_right,1,1,1,0,0,12.8,")
+
+
+def test_evaluate_two_folders_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("p1_0000", "p2_0000"):
+        run("infer", make_scan(tmp_path / "in" / f"{name}.nii.gz"), "-o", tmp_path / "out", "--quiet")
+    (tmp_path / "ref").mkdir()
+    for name in ("p1", "p2", "p3"):
+        (tmp_path / "ref" / f"{name}.nii.gz").write_bytes((tmp_path / "out" / "p1_0000_lungs.nii.gz").read_bytes())
+    capsys.readouterr()
+    assert run("evaluate", tmp_path / "out", tmp_path / "ref") == 3
+    out, err = capsys.readouterr()
+    assert [line.split()[0] for line in out.splitlines() if "right" in line] == ["p1", "p2"]
+    assert "p3.nii.gz: no prediction of this name" in err
+    assert "1 of 3 scans failed" in err
+
+
+def test_evaluate_refuses_in_one_line(tmp_path: Path, refused: Refused) -> None:
+    scan = make_scan(tmp_path / "a.nii.gz")
+    run("infer", scan, "--quiet")
+    mask = tmp_path / "a_lungs.nii.gz"
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "masks").mkdir()
+    other = tmp_path / "masks" / "b.nii.gz"
+    nibabel.save(nibabel.Nifti1Image(np.zeros((4, 4, 4), np.uint8), np.eye(4)), other)
+    refused.capsys.readouterr()
+    refused(["evaluate", "no.nii.gz", mask], "no.nii.gz: no such file or folder")
+    refused(["evaluate", mask, "masks"], "a file, and masks a folder; expected two files or two folders")
+    refused(["evaluate", "empty", "masks"], "empty: no mask in this folder")
+    refused(["evaluate", mask, other], "a_lungs.nii.gz: 24 x 20 x 16 voxels, not on the grid of")
+    refused(["evaluate", mask, scan], "a.nii.gz: label -1000; expected 0 background, 1 right lung, 2 left lung")
+    refused(["evaluate", mask, mask, "--csv", "no/s.csv"], "the folder no does not exist")
+
+
+# --------------------------------------------------------------------------------------------------- synth, train
+
+
+def test_synth_refuses_in_one_line(refused: Refused, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    refused(["synth", "out", "--spacing", "1", "2"], "--spacing: 2 numbers; expected one or three, in mm")
+    refused(["synth", "out", "--spacing", "0"], "0 is not above zero")
+    refused(["synth", "out", "--count", "-1"], "-1 is not above zero")
+    refused(["synth", "out", "--count", "many"], "invalid int value: 'many'")
+    refused(["synth", "file"], "file: a file; expected a folder")
+
+
+def test_train_refuses_in_one_line(refused: Refused, tmp_path: Path) -> None:
+    (tmp_path / "bad.toml").write_text("stage = ")
+    refused(["train"], "required: --stage")
+    refused(["train", "--stage", "3"], "invalid choice: 3")
+    refused(["train", "--stage", "1", "--config", "none.toml"], "none.toml: no such file")
+    refused(["train", "--stage", "1", "--config", "bad.toml"], "bad.toml: not a TOML file")
+    refused(["train", "--stage", "1", "--set", "optimisation.stepz=3"], "did you mean 'steps'?")
+
+
+def test_train_hands_the_recipe_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from cascadeseg.training import loop
+
+    seen: dict[str, Any] = {}
+
+    def fake(config: Any, output: Path, **options: Any) -> Path:
+        seen.update(config=config, output=output, **options)
+        return output / "model"
+
+    monkeypatch.setattr(loop, "train", fake)
+    assert run("train", "--stage", "2", "--data", 'a "b"', "--set", "optimisation.steps=7", "--resume") == 0
+    assert (seen["config"].stage, seen["config"].data.source, seen["config"].optimisation.steps) == (2, 'a "b"', 7)
+    assert (seen["output"], seen["resume"], seen["device"]) == (Path("runs/stage2"), True, "auto")
+    assert "runs/stage2/model" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------------------------------------------- whole process
+
+
+def test_as_a_process() -> None:
+    done = python("-m", "cascadeseg", "infer", "no.nii.gz")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "cascadeseg: no.nii.gz: no such file or folder\n"
