@@ -1,0 +1,182 @@
+"""What the scanner makes of the anatomy: slices, blur, noise, streaks, offsets, rounding and padding."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from cascadeseg.geometry import Grid
+from cascadeseg.synthesis.fields import Axes, linear_matrix, separable
+from cascadeseg.synthesis.scanner import Scanner
+
+if TYPE_CHECKING:
+    from cascadeseg.synthesis.patient import Patient
+
+NOISE_TILE = 96
+MAX_STEP_MM = 2.5
+
+
+def grid_axes(grid: Grid) -> Axes:
+    """The voxel centres of an axis-aligned RAS+ grid."""
+    rows = []
+    for a in range(3):
+        step, first = float(grid.affine[a, a]), float(grid.affine[a, 3])
+        # Voxel numbers in the world's lattice: the same float for the same voxel, whatever the box.
+        number = round(first / step)
+        rows.append((torch.arange(grid.shape[a], dtype=torch.float64) + number) * step + (first - number * step))
+    return Axes(*rows)
+
+
+def working_axes(patient: Patient, wanted: Axes) -> Axes:
+    """The voxels to paint: finer slices where the wanted ones are thick, and a margin for blur and slices."""
+    scanner = patient.scanner
+    rows = []
+    for a, row in enumerate(wanted.rows()):
+        step = wanted.step(a)
+        parts = sub_slices(step) if a == 2 else 1
+        reach = 2.5 * scanner.blur_mm + 0.5 * step
+        if a == 2:
+            reach = 0.5 * slice_thickness(scanner, step) + slice_distance(scanner, step) + step
+        margin = math.ceil(reach / (step / parts))
+        number = torch.arange(-margin, (len(row) - 1) * parts + margin + 1, dtype=torch.float64)
+        rows.append(row[0] + number * (step / parts))
+    return Axes(*rows)
+
+
+def sub_slices(step: float) -> int:
+    """Into how many (an odd number) thinner slices a thick one is painted."""
+    if step <= MAX_STEP_MM:
+        return 1
+    count = math.ceil(step / 2.0)
+    return count if count % 2 else count + 1
+
+
+def slice_thickness(scanner: Scanner, step: float) -> float:
+    return max(scanner.slice_mm, step)
+
+
+def slice_distance(scanner: Scanner, step: float) -> float:
+    return max(scanner.slice_mm * scanner.slice_step, step) if scanner.stairs else step
+
+
+def slice_matrix(scanner: Scanner, work: Tensor, wanted: Tensor, step: float) -> Tensor:
+    """(wanted, work) weights: averaging over the slice thickness and, for thick slices, interpolating between them."""
+    thick, distance = slice_thickness(scanner, step), slice_distance(scanner, step)
+    if distance <= 1.01 * step:
+        return _slab(work, wanted, thick)
+    first = math.floor(float(wanted[0]) / distance)
+    last = math.ceil(float(wanted[-1]) / distance)
+    slices = torch.arange(first, last + 2, dtype=torch.float64) * distance
+    return linear_matrix(slices, wanted) @ _slab(work, slices, thick)
+
+
+def _slab(work: Tensor, centres: Tensor, thick: float) -> Tensor:
+    step = float(work[1] - work[0])
+    gap = (work[None, :] - centres[:, None]).abs()
+    weight = ((thick + step) / 2 - gap).clamp(0, min(step, thick))
+    return (weight / weight.sum(dim=1, keepdim=True).clamp(min=1e-9)).float()
+
+
+def blur_matrix(work: Tensor, wanted: Tensor, sigma: float, sharpening: float) -> Tensor:
+    """(wanted, work) weights of the in-plane point spread: a Gaussian, some kernels overshooting at edges."""
+    gap = (work[None, :] - wanted[:, None]).float()
+    near = torch.exp(-0.5 * (gap / max(sigma, 0.05)).square()) * (gap.abs() < 2.5 * sigma + 1e-4)
+    near = near / near.sum(dim=1, keepdim=True)
+    if sharpening and sigma:
+        wide = torch.exp(-0.5 * (gap / (1.6 * sigma)).square()) * (gap.abs() < 2.5 * sigma + 1e-4)
+        near = (1 + 0.35 * sharpening) * near - 0.35 * sharpening * wide / wide.sum(dim=1, keepdim=True)
+    return near
+
+
+def acquire(patient: Patient, painted: Tensor, work: Axes, wanted: Axes) -> Tensor:
+    """The HU that the scanner saves (wanted shape, float32 whole numbers) of the painted anatomy."""
+    scanner = patient.scanner
+    step = wanted.step(2)
+    matrices = [
+        *(blur_matrix(w, v, _blur(scanner, wanted.step(a)), scanner.sharpening)
+          for a, (w, v) in enumerate(zip(work.rows()[:2], wanted.rows()[:2], strict=True))),
+        slice_matrix(scanner, work.z, wanted.z, step),
+    ]  # fmt: skip
+    hu = separable(matrices, painted)
+    if scanner.noise_hu:
+        _add_noise(scanner, hu, wanted)
+    if scanner.streaks_hu:
+        _add_streaks(patient, hu, wanted)
+    if scanner.cupping_hu:
+        x, y, _ = wanted.points(hu.device)
+        ox, oy, _ = patient.torso.offset
+        hu.add_(((x - ox).square() + (y - oy).square()).div_(170.0**2).clamp_(max=1.5), alpha=scanner.cupping_hu)
+    hu.mul_(scanner.gain).add_(scanner.offset_hu + 1000 * (scanner.gain - 1))
+    return hu.round_().clamp_(scanner.floor_hu, scanner.ceiling_hu)
+
+
+def _blur(scanner: Scanner, step: float) -> float:
+    """Blur that painting at this voxel size has not done already (mm)."""
+    return math.sqrt(max(scanner.blur_mm**2 - (0.25 * step) ** 2, 0.01))
+
+
+@lru_cache(maxsize=4)
+def _noise_tile(seed: int, colour: float, step_mm: float) -> Tensor:
+    """A periodic tile of unit noise: white in z, coloured in the plane as a reconstruction kernel colours it."""
+    generator = torch.Generator().manual_seed(seed)
+    white = torch.randn((NOISE_TILE, NOISE_TILE, NOISE_TILE), generator=generator)
+    f = torch.fft.fftfreq(NOISE_TILE) / step_mm
+    radius = (f[:, None].square() + f[None, :].square()).sqrt()
+    # A ramp at low frequencies, cut off near the kernel's limit (cycles per mm).
+    power = (radius + 0.02) ** 0.5 * torch.exp(-((radius / (0.2 + 0.5 * colour)) ** 2))
+    tile = torch.fft.ifft2(torch.fft.fft2(white, dim=(0, 1)) * power[:, :, None], dim=(0, 1)).real
+    return tile / tile.std()
+
+
+def _add_noise(scanner: Scanner, hu: Tensor, wanted: Axes) -> None:
+    step = wanted.step(0)
+    tile = _noise_tile(scanner.seed, round(scanner.noise_colour, 2), round(step, 3)).to(hu.device)
+    where = [torch.round(row / wanted.step(a)).long() % NOISE_TILE for a, row in enumerate(wanted.rows())]
+    # Coarser voxels average the noise of the scanner's own.
+    ratio = (scanner.pixel_mm / max(step, scanner.pixel_mm)) * math.sqrt(
+        scanner.slice_mm / max(wanted.step(2), scanner.slice_mm)
+    )
+    sd = scanner.noise_hu * max(ratio, 0.12) ** 0.7
+    noise = tile[where[0].to(hu.device)][:, where[1].to(hu.device)]
+    distance = slice_distance(scanner, wanted.step(2))
+    if distance > 1.01 * wanted.step(2):
+        first = math.floor(float(wanted.z[0]) / distance)
+        last = math.ceil(float(wanted.z[-1]) / distance)
+        number = torch.arange(first, last + 2)
+        matrix = linear_matrix(number.double() * distance, wanted.z).to(hu.device)
+        noise = torch.matmul(noise[:, :, (number % NOISE_TILE).to(hu.device)], matrix.T)
+    else:
+        noise = noise[:, :, where[2].to(hu.device)]
+    # Less noise where little is in the way: air beside the patient.
+    noise.mul_((hu * 0.0004).add_(1.0).clamp_(0.6, 1.0))
+    hu.add_(noise, alpha=sd)
+
+
+def _add_streaks(patient: Patient, hu: Tensor, wanted: Axes) -> None:
+    """Noise that is constant along the direction of the shoulders, strongest at their height."""
+    scanner = patient.scanner
+    generator = torch.Generator().manual_seed(scanner.seed + 1)
+    tile = torch.randn((256, 256), generator=generator)
+    tile = (tile + torch.roll(tile, 1, 0)) * 0.7
+    rows = torch.round(wanted.y / wanted.step(1)).long() % 256
+    slices = torch.round(wanted.z / wanted.step(2)).long() % 256
+    streaks = tile[rows][:, slices].to(hu.device)
+    top = patient.torso.offset[2] + patient.torso.height * patient.torso.size
+    z = wanted.z.to(hu.device, torch.float32)
+    strength = torch.exp(-((z - top) / 70).square()) + 0.15
+    hu.add_((streaks * strength[None]).unsqueeze(0), alpha=scanner.streaks_hu)
+
+
+def outside_circle(patient: Patient, wanted: Axes, device: torch.device) -> Tensor | None:
+    """(X, Y) mask of the padding outside a circular field of view, or None where the scanner saved squares."""
+    if not patient.scanner.circular:
+        return None
+    x, y, _ = wanted.points(device)
+    torso, view = patient.torso, patient.view
+    cx = view.centre[0] * torso.aspect[0] * torso.size + torso.offset[0]
+    cy = view.centre[1] * torso.aspect[1] * torso.size + torso.offset[1]
+    return ((x - cx).square() + (y - cy).square() > (view.width / 2) ** 2)[:, :, 0]

@@ -1,0 +1,126 @@
+"""What a synthetic chest CT may contain: groups that can be switched and scaled one by one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+
+@dataclass(frozen=True)
+class AnatomyConfig:
+    """How people differ.
+
+    Attributes:
+        variation: factor on the spread of all sizes.
+        child_rate: share of children.
+        deformity_rate: factor on scoliosis, kyphosis and pectus.
+        warp: factor on the smooth random deformation.
+        vessel_leaves: end branches of one vessel tree of one lung.
+    """
+
+    variation: float = 1.0
+    child_rate: float = 0.07
+    deformity_rate: float = 1.0
+    warp: float = 1.0
+    vessel_leaves: int = 380
+
+
+@dataclass(frozen=True)
+class PathologyConfig:
+    """How often each finding is drawn, in patients that are not healthy-ish (rates are per patient or per side)."""
+
+    rate: float = 1.0
+    healthy_share: float = 0.40
+    healthy_factor: float = 0.12
+    ground_glass: float = 0.28
+    consolidation: float = 0.26
+    lobar: float = 0.20
+    white_lung: float = 0.03
+    atelectasis: float = 0.35
+    nodules: float = 0.30
+    emphysema: float = 0.17
+    bullae: float = 0.10
+    mosaic: float = 0.25
+    fibrosis: float = 0.12
+    effusion: float = 0.22
+    pneumothorax: float = 0.05
+    missing_lung: float = 0.03
+    raised_diaphragm: float = 0.08
+    hiatal_hernia: float = 0.07
+    devices: float = 0.25
+
+
+@dataclass(frozen=True)
+class ConfounderConfig:
+    """Air and gas that is not lung, as factors on their rates."""
+
+    bowel_gas: float = 1.0
+    couch: float = 1.0
+    arms: float = 1.0
+    cloth: float = 1.0
+
+
+@dataclass(frozen=True)
+class AcquisitionConfig:
+    """What the scanner adds; each number is a factor, 0 switches it off."""
+
+    noise: float = 1.0
+    blur: float = 1.0
+    streaks: float = 1.0
+    offset: float = 1.0
+    padding: float = 1.0
+    thick_slices: float = 1.0
+
+
+@dataclass(frozen=True)
+class RandomisationConfig:
+    """How far each tissue's mean and texture wander beyond their usual range (0: not at all)."""
+
+    intensity: float = 1.0
+    texture: float = 1.0
+
+
+@dataclass(frozen=True)
+class ViewConfig:
+    """How often each field of view is drawn (weights)."""
+
+    chest: float = 0.45
+    chest_abdomen: float = 0.15
+    lung_free: float = 0.15
+    partial: float = 0.15
+    one_lung: float = 0.10
+
+
+@dataclass(frozen=True)
+class SynthesisConfig:
+    """Everything that `sample_patient` may vary."""
+
+    anatomy: AnatomyConfig = field(default_factory=AnatomyConfig)
+    pathology: PathologyConfig = field(default_factory=PathologyConfig)
+    confounders: ConfounderConfig = field(default_factory=ConfounderConfig)
+    acquisition: AcquisitionConfig = field(default_factory=AcquisitionConfig)
+    randomisation: RandomisationConfig = field(default_factory=RandomisationConfig)
+    view: ViewConfig = field(default_factory=ViewConfig)
+
+
+_CHEST = ViewConfig(chest=1, chest_abdomen=0, lung_free=0, partial=0, one_lung=0)
+_SICK = PathologyConfig(healthy_share=0.0)
+
+PRESETS: dict[str, SynthesisConfig] = {
+    "default": SynthesisConfig(),
+    "healthy": SynthesisConfig(pathology=PathologyConfig(rate=0.0), view=_CHEST),
+    "covid": SynthesisConfig(
+        pathology=replace(_SICK, ground_glass=1.0, consolidation=0.6, atelectasis=0.5, white_lung=0.05), view=_CHEST
+    ),
+    "effusion": SynthesisConfig(pathology=replace(_SICK, effusion=0.85, atelectasis=0.6), view=_CHEST),
+    "emphysema": SynthesisConfig(pathology=replace(_SICK, emphysema=1.0, bullae=0.5), view=_CHEST),
+    "fibrosis": SynthesisConfig(pathology=replace(_SICK, fibrosis=1.0, ground_glass=0.5), view=_CHEST),
+    "oncology": SynthesisConfig(pathology=replace(_SICK, nodules=1.0, lobar=0.4, missing_lung=0.1), view=_CHEST),
+    "intensive_care": SynthesisConfig(
+        pathology=replace(_SICK, atelectasis=1.0, effusion=0.6, consolidation=0.6, devices=1.0, pneumothorax=0.15),
+        view=_CHEST,
+    ),
+    "chest_abdomen": SynthesisConfig(view=replace(_CHEST, chest=0, chest_abdomen=1)),
+    "abdomen": SynthesisConfig(view=replace(_CHEST, chest=0, lung_free=1)),
+    "one_lung": SynthesisConfig(view=replace(_CHEST, chest=0, one_lung=1)),
+    "partial": SynthesisConfig(view=replace(_CHEST, chest=0, partial=1)),
+}

@@ -1,0 +1,292 @@
+"""What goes wrong in the lungs. The label stays the whole anatomical lung; fluid and free air are outside it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from cascadeseg.synthesis import anatomy
+from cascadeseg.synthesis.fields import Beads, Slices, splat
+from cascadeseg.synthesis.scene import Scene
+from cascadeseg.synthesis.tissue import Tissue
+
+if TYPE_CHECKING:
+    from cascadeseg.synthesis.render_lungs import Lung
+
+
+def _sideways(scene: Scene) -> tuple[Tensor, Tensor]:
+    """World height against gravity, and distance across it, from the body's middle (mm, coarse lattice)."""
+    ux, uy = scene.patient.scanner.up
+    x, y, z = scene.coarse.points(scene.device)
+    ox, oy, _ = scene.patient.torso.offset
+    return (x - ox) * ux + (y - oy) * uy + 0 * z, (x - ox) * uy - (y - oy) * ux + 0 * z
+
+
+def _dependent_wall(scene: Scene) -> float:
+    """World height of the lowest point of the chest's inner wall."""
+    torso = scene.patient.torso
+    ux = scene.patient.scanner.up[0]
+    return -(torso.half_width if ux else torso.half_depth) * scene.scale
+
+
+def _fluid_distance(scene: Scene, side: int) -> Tensor | None:
+    """Coarse distance to pleural fluid (negative inside it), or None."""
+    f = scene.patient.findings
+    thick = f.effusion[side] * scene.scale
+    if thick <= 0:
+        return None
+    height, across = _sideways(scene)
+    # Fluid climbs along the side wall: its surface is a bowl.
+    bowl = (across.abs() / (60 * scene.scale)).square() * 0.35 * thick
+    level = _dependent_wall(scene) + thick + bowl.clamp(max=1.2 * thick)
+    level = level + 3 * scene.coarse_noise(f.seed + 1 + side, 45.0)
+    # Less of it further up the chest.
+    z = scene.body[2] / scene.patient.torso.height
+    fluid = height - level + (z - 0.25).clamp(min=0) * (0.9 * thick)
+    if f.subpulmonic[side]:
+        x, y, zb = scene.body
+        over = (zb - anatomy.diaphragm_height(x, y, scene.patient, side)) * scene.scale - f.subpulmonic[side]
+        fluid = torch.minimum(fluid, 0.7 * over)
+    return fluid
+
+
+def _free_air_distance(scene: Scene, side: int) -> Tensor | None:
+    f = scene.patient.findings
+    depth = f.pneumothorax[side] * scene.scale
+    if depth <= 0:
+        return None
+    height, across = _sideways(scene)
+    top = -_dependent_wall(scene)
+    return (top - depth) - height - 0.1 * across.abs() + 4 * scene.coarse_noise(f.seed + 7 + side, 40.0)
+
+
+def remaining_lung(scene: Scene, part: Slices, side: int, cavity: Tensor, wall: Tensor) -> Tensor:
+    """Distance to the lung that is left in its cavity when fluid and free air have taken their room."""
+    distance = cavity.clone()
+    fluid = _fluid_distance(scene, side)
+    if fluid is not None:
+        distance = torch.maximum(distance, scene.up(fluid, part).neg_())
+    air = _free_air_distance(scene, side)
+    if air is not None:
+        rim = scene.patient.findings.pneumothorax[side] * 0.12
+        distance = torch.maximum(distance, scene.up(air, part).neg_())
+        distance = torch.maximum(distance, wall + rim)
+    return distance
+
+
+def paint_cavity(scene: Scene, lung: Lung) -> None:
+    """What fills the pleural cavity beside the lung: fluid, free air, or all of it where the lung is missing."""
+    f = scene.patient.findings
+    side = lung.side
+    if f.missing[side]:
+        grain = scene.noise(f.seed + 20, 12.0, lung.part).mul_(6).add_(f.fluid_hu + 12)
+        scene.paint(lung.part, scene.filled(lung.cavity.clone()), grain, Tissue.EMPTY_HEMITHORAX)
+        return
+    if f.effusion[side]:
+        grain = scene.noise(f.seed + 21, 9.0, lung.part).mul_(4).add_(f.fluid_hu)
+        scene.paint(lung.part, scene.filled(lung.cavity.clone()), grain, Tissue.EFFUSION)
+    air = _free_air_distance(scene, side)
+    if air is not None:
+        free = torch.minimum(lung.cavity, -(lung.distance - 0.6))
+        free = torch.maximum(lung.cavity, torch.minimum(scene.up(air, lung.part), -(lung.wall + 0.5)))
+        scene.paint(lung.part, scene.filled(free), scene.patient.hounsfield.air + 4, Tissue.PNEUMOTHORAX)
+
+
+def diffuse(scene: Scene, side: int, base: Tensor) -> Tensor:
+    """The lung's smooth HU (coarse lattice) with emphysema and mosaic attenuation in it."""
+    f = scene.patient.findings
+    if f.mosaic:
+        base = base + f.mosaic * torch.tanh(2.5 * scene.coarse_noise(f.seed + 30, 24.0)) * 0.6
+    if f.emphysema[side]:
+        up = (scene.body[2] / scene.patient.torso.height - 0.3).clamp(-0.3, 0.7)
+        spots = torch.sigmoid((scene.coarse_noise(f.seed + 31, 9.0) - 0.9 + 1.3 * f.emphysema[side] + up) * 3)
+        base = torch.lerp(base, torch.full_like(base, -965), 0.85 * f.emphysema[side] * spots)
+    return base
+
+
+def paint_lesions(scene: Scene, lung: Lung, weight: Tensor) -> None:
+    """Everything denser (or emptier) than lung, in the order that hides nothing it should show."""
+    f = scene.patient.findings
+    if f.fibrosis:
+        _paint_fibrosis(scene, lung, weight)
+    _paint_bullae(scene, lung, weight)
+    if f.ground_glass:
+        _paint_patches(scene, lung, weight, f.ground_glass, f.ground_glass_extent, 40, Tissue.GROUND_GLASS)
+    if f.consolidation:
+        _paint_patches(scene, lung, weight, f.consolidation, f.consolidation_extent, 41, Tissue.CONSOLIDATION)
+    if f.lobar[lung.side] >= 0:
+        _paint_lobe(scene, lung, weight)
+    _paint_atelectasis(scene, lung, weight)
+    if f.white[lung.side]:
+        _paint_dense(scene, lung, weight * f.white[lung.side], 45)
+    _paint_nodules(scene, lung, weight)
+
+
+def _paint_dense(scene: Scene, lung: Lung, weight: Tensor, key: int) -> None:
+    f = scene.patient.findings
+    grain = scene.noise(f.seed + key, 7.0, lung.part).mul_(12).add_(f.dense_hu)
+    scene.paint(lung.part, weight, grain, Tissue.CONSOLIDATION)
+
+
+def _place_preference(scene: Scene, side: int) -> Tensor:
+    """Where patches like to be: subpleural or central, lower or upper (coarse, about -1..1)."""
+    f, torso = scene.patient.findings, scene.patient.torso
+    x, y, z = scene.body
+    s = anatomy.SIDES[side]
+    radial = (((x - s * 62) / 60).square() + (y / 80).square()).sqrt() - 0.75
+    dependent = -(_sideways(scene)[0] / (90 * scene.scale)).clamp(-1, 1)
+    return 0.9 * f.peripheral * radial + 0.7 * f.lower * (0.45 - z / torso.height) + 0.4 * f.lower * dependent
+
+
+def _paint_patches(
+    scene: Scene, lung: Lung, weight: Tensor, strength: float, extent: float, key: int, tissue: Tissue
+) -> None:
+    f = scene.patient.findings
+    blobs = scene.coarse_noise(f.seed + key, f.blob) + 0.5 * scene.coarse_noise(f.seed + key + 100, 0.45 * f.blob)
+    level = 1.5 - 3.0 * extent
+    field = (blobs + _place_preference(scene, lung.side) - level) * (3.0 if key == 41 else 1.6)
+    if not bool((field > 0).any()):
+        return
+    dense = scene.up(field, lung.part)
+    if key == 41:
+        dense.add_(scene.noise(f.seed + key + 7, 4.0, lung.part), alpha=0.25)
+    dense = dense.clamp_(0, 1).mul_(strength).mul_(weight)
+    grain = scene.noise(f.seed + key + 8, 5.0, lung.part).mul_(14).add_(f.dense_hu)
+    scene.hu[lung.part].lerp_(grain, dense)
+    scene.tissue[lung.part].masked_fill_(dense > 0.3, int(tissue))
+
+
+def fissure(scene: Scene, side: int) -> tuple[Tensor, Tensor]:
+    """Distances (mm, coarse) to the oblique fissure (negative below and behind) and to the horizontal one."""
+    x, y, z = scene.body
+    h = scene.patient.torso.height
+    s = anatomy.SIDES[side]
+    curve = 10 * torch.sin(y / 45) + 0.12 * (s * x - 60)
+    oblique = (0.66 * z + 0.75 * (y + 5) - 0.36 * h + curve) * scene.scale
+    horizontal = (z - 0.5 * h + 0.12 * y + 6 * torch.sin(x / 30)) * scene.scale
+    return oblique, horizontal
+
+
+def _paint_lobe(scene: Scene, lung: Lung, weight: Tensor) -> None:
+    f = scene.patient.findings
+    oblique, horizontal = fissure(scene, lung.side)
+    which = f.lobar[lung.side]
+    if which == 0:
+        lobe = oblique
+    elif which == 1:
+        lobe = torch.maximum(-oblique, horizontal)
+    else:
+        lobe = torch.maximum(-oblique, -horizontal)
+    inside = scene.filled(scene.up(lobe, lung.part))
+    patchy = scene.noise(f.seed + 50, 14.0, lung.part).mul_(0.5).add_(1.15).clamp_(0.1, 1)
+    _paint_dense(scene, lung, inside.mul_(patchy).mul_(weight), 51)
+
+
+def _paint_atelectasis(scene: Scene, lung: Lung, weight: Tensor) -> None:
+    """Dense lung along the dependent wall, and lung squeezed by fluid or by free air."""
+    f, side = scene.patient.findings, lung.side
+    height, _ = _sideways(scene)
+    band = None
+    if f.atelectasis[side]:
+        thick = f.atelectasis[side] * scene.scale
+        z = (scene.body[2] / scene.patient.torso.height).clamp(-0.5, 1)
+        wavy = scene.coarse_noise(f.seed + 60, 22.0) * 0.35 * thick
+        level = _dependent_wall(scene) + thick * (1.25 - 0.9 * z) + wavy
+        band = (level - height) / (3.0 + 0.15 * thick)
+    fluid = _fluid_distance(scene, side)
+    if fluid is not None and f.compression[side]:
+        squeezed = (f.compression[side] * scene.scale - fluid + 3 * scene.coarse_noise(f.seed + 61, 16.0)) / 4
+        band = squeezed if band is None else torch.maximum(band, squeezed)
+    if band is None:
+        return
+    dense = scene.up(band, lung.part).clamp_(0, 1).mul_(0.95).mul_(weight)
+    _paint_dense(scene, lung, dense, 62)
+
+
+def _paint_fibrosis(scene: Scene, lung: Lung, weight: Tensor) -> None:
+    """Reticulation and honeycombs under the pleura, most of it at the bases."""
+    f = scene.patient.findings
+    z = scene.up(scene.body[2] / scene.patient.torso.height, lung.part)
+    zone = torch.exp((lung.distance / 11).clamp_(max=0)) * (1.25 - z).clamp_(0.15, 1.3) * f.fibrosis
+    net = scene.noise(f.seed + 70, 3.4, lung.part)
+    lines = (1 - net.abs() * 2.2).clamp_(min=0)
+    dense = (lines * zone).mul_(weight).clamp_(0, 0.8)
+    grain = torch.full((), 0.0, device=scene.device)
+    scene.hu[lung.part].lerp_(grain, dense)
+    holes = ((net - 0.9).clamp_(min=0) * zone * (f.fibrosis > 0.6)).mul_(weight).clamp_(0, 1)
+    scene.hu[lung.part].lerp_(torch.full((), -940.0, device=scene.device), holes)
+    scene.tissue[lung.part].masked_fill_(dense > 0.35, int(Tissue.FIBROSIS))
+
+
+def _lung_frame(scene: Scene, side: int) -> tuple[Tensor, Tensor]:
+    """Middle and half size of a lung in body space, for placing things in it."""
+    torso = scene.patient.torso
+    middle = torch.tensor([anatomy.SIDES[side] * 68.0, -6.0, 0.4 * torso.height])
+    half = torch.tensor([48.0, 0.72 * torso.half_depth, 0.52 * torso.height])
+    return middle, half
+
+
+def _paint_bullae(scene: Scene, lung: Lung, weight: Tensor) -> None:
+    f = scene.patient.findings
+    if not f.bullae:
+        return
+    generator = torch.Generator().manual_seed(f.seed + 80 + lung.side)
+    middle, half = _lung_frame(scene, lung.side)
+    place = torch.randn((f.bullae, 3), generator=generator)
+    place = place / place.norm(dim=1, keepdim=True)
+    place[:, 2] = place[:, 2].abs() * (torch.rand(f.bullae, generator=generator) - 0.2).sign()
+    radii = 4 + 26 * torch.rand(f.bullae, generator=generator) ** 2.5
+    beads = scene.world(Beads(middle + place * half * 0.92, radii))
+    part = scene.box_of(beads, scene.voxel_mm)
+    if part is None:
+        return
+    distance = splat(beads, scene.axes[lung.part], scene.device, 3.0)
+    scene.paint(lung.part, scene.filled(distance - 0.8).mul_(weight), -700.0, Tissue.BULLA)
+    scene.paint(lung.part, scene.filled(distance).mul_(weight), -978.0, Tissue.BULLA)
+
+
+def _paint_nodules(scene: Scene, lung: Lung, weight: Tensor) -> None:
+    """Nodules and masses: lumpy spheres, some with a cavity, some of ground glass only."""
+    f = scene.patient.findings
+    middle, half = _lung_frame(scene, lung.side)
+    for number, lesion in enumerate(f.lesions):
+        if lesion.side != lung.side:
+            continue
+        depth = 0.97 if lesion.rim else 0.62
+        centre = middle + torch.tensor(lesion.place) * half * depth
+        generator = torch.Generator().manual_seed(f.seed + 90 + number)
+        bumps = torch.randn((9, 3), generator=generator)
+        bumps = bumps / bumps.norm(dim=1, keepdim=True)
+        centres = torch.cat([centre[None], centre + bumps * lesion.radius * (0.3 + lesion.lobulation)])
+        radii = torch.cat(
+            [torch.tensor([lesion.radius]), lesion.radius * (0.55 + 0.25 * torch.rand(9, generator=generator))]
+        )
+        _paint_nodule(scene, lung, weight, scene.world(Beads(centres, radii)), number)
+
+
+def _paint_nodule(scene: Scene, lung: Lung, weight: Tensor, beads: Beads, number: int) -> None:
+    f = scene.patient.findings
+    lesion = f.lesions[number]
+    part = scene.box_of(beads, 6.0)
+    if part is None:
+        return
+    inner, outer = [], []
+    for mine, whole in zip(part, lung.part, strict=True):
+        start, stop = max(mine.start, whole.start), min(mine.stop, whole.stop)
+        if stop <= start:
+            return
+        outer.append(slice(start, stop))
+        inner.append(slice(start - whole.start, stop - whole.start))
+    box = (outer[0], outer[1], outer[2])
+    distance = splat(beads, scene.axes[box], scene.device, 6.0)
+    distance.add_(scene.noise(f.seed + 130, 5.0, box), alpha=0.8)
+    inside = weight[inner[0], inner[1], inner[2]]
+    body = scene.filled(distance.clone()).mul_(inside)
+    if lesion.ground_glass:
+        body.mul_(0.45)
+    scene.paint(box, body, lesion.hu, Tissue.NODULE)
+    if lesion.cavity:
+        hole = scene.filled(distance + lesion.radius * (1 - lesion.cavity) * scene.scale)
+        scene.paint(box, hole.mul_(inside), -900.0, Tissue.NODULE)

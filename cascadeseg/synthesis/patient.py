@@ -1,0 +1,327 @@
+"""`sample_patient`: every number of a synthetic patient, drawn from a seed. Nothing is rendered here.
+
+Body space is a reference adult in mm: x to the right, y to the front, z to the head, z = 0 at the top of the right
+dome of the diaphragm, the lungs' apex at ``z = height``. The patient's size, posture and bends map it to the world.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from cascadeseg.geometry import Grid
+from cascadeseg.synthesis.config import SynthesisConfig
+from cascadeseg.synthesis.draw import Draw
+from cascadeseg.synthesis.findings import Findings, draw_findings
+from cascadeseg.synthesis.scanner import Scanner, View, draw_scanner, draw_view, view_grid
+
+RIGHT, LEFT = 0, 1
+
+
+@dataclass(frozen=True)
+class Torso:
+    """The shape of the body (mm in body space unless said otherwise)."""
+
+    size: float
+    aspect: tuple[float, float, float]
+    inspiration: float
+    height: float
+    half_width: float
+    half_depth: float
+    exponent: float
+    width_taper: float
+    front_taper: float
+    back_taper: float
+    muscle: float
+    fat: float
+    belly: float
+    breast: float
+    rib_drop: float
+    pectus: float
+    kyphosis: float
+    scoliosis: tuple[float, float]
+    warp: tuple[float, float]
+    rotation: tuple[float, float, float]
+    offset: tuple[float, float, float]
+    field_seed: int
+    child: bool
+    arms: str
+
+
+@dataclass(frozen=True)
+class Chest:
+    """What lies inside the rib cage."""
+
+    dome: tuple[float, float]
+    recess: float
+    recess_back: float
+    recess_front: float
+    recess_medial: float
+    dome_power: float
+    apex_x: float
+    apex_y: float
+    apex_dip: tuple[float, float]
+    carina: float
+    vertebra: float
+    vertebra_y: float
+    heart_centre: tuple[float, float, float]
+    heart_radii: tuple[float, float, float]
+    heart_tilt: float
+    aorta: float
+    pulmonary: float
+    cava: float
+    trachea: float
+    bronchi: tuple[float, float]
+    column: float
+    column_depth: float
+    junction_x: float
+    septum: float
+    front_fat: float
+    blend: float
+    hilum: float
+    oesophagus_air: float
+    roughness: float
+    tree_seed: int
+    leaf: float
+    tree_power: float
+
+
+@dataclass(frozen=True)
+class Abdomen:
+    """Bowel, stomach and solid organs."""
+
+    liver: float
+    spleen: float
+    stomach: float
+    stomach_gas: float
+    colon: float
+    colon_gas: float
+    flexure_height: float
+    chilaiditi: bool
+    loops: int
+    loop_gas: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Hounsfield:
+    """Mean HU of each tissue of this patient, and the texture of the lung."""
+
+    air: float
+    lumen: float
+    fat: float
+    deep_fat: float
+    muscle: float
+    skin: float
+    aortic_blood: float
+    pulmonary_blood: float
+    venous_blood: float
+    myocardium: float
+    liver: float
+    spleen: float
+    kidney: float
+    stomach: float
+    stool: float
+    trabecular: float
+    cortical: float
+    disc: float
+    cartilage: float
+    breast: float
+    lung: float
+    gravity: float
+    texture: tuple[float, float, float, float]
+    texture_seed: int
+
+
+@dataclass(frozen=True, eq=False)
+class Patient:
+    """One synthetic patient and the scan made of it: values only, rendered by `render`."""
+
+    seed: int
+    config: SynthesisConfig
+    torso: Torso
+    chest: Chest
+    abdomen: Abdomen
+    hounsfield: Hounsfield
+    findings: Findings
+    scanner: Scanner
+    view: View
+    mirror: bool
+
+    @property
+    def native_spacing_mm(self) -> tuple[float, float, float]:
+        """The in-plane spacing (twice) and the slice thickness of this scanner."""
+        return self.scanner.pixel_mm, self.scanner.pixel_mm, self.scanner.slice_mm
+
+    def field_of_view(self, spacing_mm: float | tuple[float, float, float]) -> Grid:
+        """The RAS+ grid of what was saved of this patient, at any spacing (mm)."""
+        return view_grid(self, spacing_mm)
+
+    def mirrored(self) -> Patient:
+        """The same patient with right and left exchanged: every organ, and the field of view."""
+        x, y, z = self.view.centre
+        return replace(self, mirror=not self.mirror, view=replace(self.view, centre=(-x, y, z)))
+
+
+def sample_patient(seed: int, config: SynthesisConfig | None = None) -> Patient:
+    """Draw one patient: anatomy, findings, scanner and field of view. Cheap, and the same for the same seed."""
+    config = config or SynthesisConfig()
+    torso = _draw_torso(Draw(seed, "torso"), config)
+    chest = _draw_chest(Draw(seed, "chest"), torso, config)
+    findings = draw_findings(Draw(seed, "findings"), config.pathology, torso.child)
+    chest = _raised(chest, findings)
+    scanner = draw_scanner(Draw(seed, "scanner"), config)
+    view = draw_view(Draw(seed, "view"), config.view, torso)
+    return Patient(
+        seed=seed,
+        config=config,
+        torso=torso,
+        chest=chest,
+        abdomen=_draw_abdomen(Draw(seed, "abdomen"), config),
+        hounsfield=_draw_hounsfield(Draw(seed, "hounsfield"), torso, config),
+        findings=findings,
+        scanner=scanner,
+        view=view,
+        mirror=Draw(seed, "mirror").chance(0.004),
+    )
+
+
+def _draw_torso(d: Draw, config: SynthesisConfig) -> Torso:
+    v = config.anatomy.variation
+    bend = config.anatomy.deformity_rate
+    child = d.chance(config.anatomy.child_rate)
+    inspiration = min(max(d.normal(0.75, 0.24), 0.1), 1.08)
+    fat = d.lognormal(7 if child else 14, 0.65 * v, 2.5, 75)
+    heavy = d.chance(0.06)
+    rotation = d.normal(0, 12 if heavy else 4)
+    turned = d.pick((0.0, 90.0, 180.0, 270.0), (0.965, 0.012, 0.011, 0.012))
+    kyphosis = abs(d.normal(0, 1)) if d.chance(0.3 * bend) else 0.25 * d.normal(0, 1)
+    return Torso(
+        size=d.uniform(0.45, 0.85) if child else d.normal(0.98, 0.085 * v),
+        aspect=(d.normal(1, 0.05 * v), d.normal(1, 0.055 * v), d.normal(1, 0.055 * v)),
+        inspiration=inspiration,
+        height=max(118.0, 140 + 78 * inspiration + d.normal(0, 12 * v)),
+        half_width=d.normal(131, 8 * v),
+        half_depth=d.normal(93, 9 * v),
+        exponent=d.uniform(2.15, 2.75),
+        width_taper=d.uniform(0.36, 0.5),
+        front_taper=d.uniform(0.42, 0.62),
+        back_taper=d.uniform(0.08, 0.3),
+        muscle=max(9.0, d.normal(20, 5 * v)) * (0.8 if child else 1),
+        fat=fat,
+        belly=d.uniform(0.1, 0.5) * fat + d.uniform(0, 18),
+        breast=d.uniform(18, 55) if not child and d.chance(0.45) else 0.0,
+        rib_drop=d.uniform(0.75, 1.2),
+        pectus=d.uniform(10, 38) if d.chance(0.03 * bend) else d.uniform(-6, 3),
+        kyphosis=kyphosis * 22,
+        scoliosis=(d.normal(0, 22) if d.chance(0.08 * bend) else d.normal(0, 3), d.uniform(0, 6.28)),
+        warp=(d.uniform(1.5, 8) * config.anatomy.warp, d.uniform(0.4, 1.6) * config.anatomy.warp),
+        rotation=(d.normal(0, 4), d.normal(0, 3), rotation + turned),
+        offset=(d.uniform(-15, 15), d.uniform(-25, 25), d.uniform(-500, 500)),
+        field_seed=d.seed(),
+        child=child,
+        arms=d.pick(("up", "down", "belly", "none"), (0.72, 0.19, 0.05, 0.04)),
+    )
+
+
+def _draw_chest(d: Draw, torso: Torso, config: SynthesisConfig) -> Chest:
+    v = config.anatomy.variation
+    breath = 0.6 + 0.4 * torso.inspiration
+    enlarged = d.uniform(1.05, 1.4) if d.chance(0.15) else 1.0
+    scale = d.normal(1, 0.06 * v) * enlarged
+    trachea = max(5.5, d.normal(8.8, 1.3 * v))
+    left_dome = d.normal(-13, 8 * v)
+    front = torso.half_depth
+    return Chest(
+        dome=(0.0, left_dome),
+        recess=d.normal(60, 11 * v) * breath,
+        recess_back=1 + 1.5 * d.uniform(0.2, 0.7),
+        recess_front=1 - d.uniform(0.1, 0.5),
+        recess_medial=d.uniform(0.12, 0.4),
+        dome_power=d.uniform(2.3, 3.1),
+        apex_x=d.normal(43, 4 * v),
+        apex_y=d.normal(-22, 4 * v),
+        apex_dip=(d.uniform(0, 8), d.uniform(0, 8)),
+        carina=d.uniform(0.55, 0.66) * torso.height,
+        vertebra=d.normal(17, 1.5 * v),
+        vertebra_y=-d.uniform(0.46, 0.56) * torso.half_depth,
+        heart_centre=(-d.normal(20, 6 * v), 0.33 * front - 4 * (enlarged - 1), d.normal(34, 7 * v)),
+        heart_radii=(58 * scale, 45 * scale * d.normal(1, 0.06 * v), 52 * scale * d.normal(1, 0.07 * v)),
+        heart_tilt=d.uniform(0.15, 0.6),
+        aorta=max(9.0, d.normal(13.5, 2 * v)) * (d.uniform(1.1, 1.7) if d.chance(0.08) else 1),
+        pulmonary=d.uniform(9, 14),
+        cava=d.uniform(7, 10),
+        trachea=trachea,
+        bronchi=(trachea * d.uniform(0.65, 0.8), trachea * d.uniform(0.55, 0.72)),
+        column=d.uniform(23, 33),
+        column_depth=d.uniform(28, 40),
+        junction_x=d.normal(-3, 6 * v),
+        septum=d.uniform(0.7, 5) if d.chance(0.85) else d.uniform(5, 16),
+        front_fat=d.lognormal(8, 0.7, 0, 40) * min(1.6, 0.5 + torso.fat / 28),
+        blend=d.uniform(8, 18),
+        hilum=d.uniform(0.75, 1.3),
+        oesophagus_air=d.uniform(2, 8) if d.chance(0.45) else 0.0,
+        roughness=d.uniform(0.5, 2.2),
+        tree_seed=d.seed(),
+        leaf=d.uniform(0.42, 0.8),
+        tree_power=d.uniform(2.2, 2.7),
+    )
+
+
+def _raised(chest: Chest, findings: Findings) -> Chest:
+    """The chest with its diaphragm raised where the findings say so."""
+    right, left = chest.dome
+    return replace(chest, dome=(right + findings.raised[RIGHT], left + findings.raised[LEFT]))
+
+
+def _draw_abdomen(d: Draw, config: SynthesisConfig) -> Abdomen:
+    gas = config.confounders.bowel_gas
+    return Abdomen(
+        liver=d.normal(1, 0.1),
+        spleen=d.lognormal(1, 0.2, 0.6, 2.2),
+        stomach=d.uniform(0.6, 1.35),
+        stomach_gas=d.uniform(0.1, 0.95) if d.chance(0.85 * gas) else 0.0,
+        colon=d.lognormal(20, 0.35, 11, 42),
+        colon_gas=d.uniform(0, 1) * min(gas, 1.0),
+        flexure_height=d.uniform(0, 1) if d.chance(0.65) else -0.6,
+        chilaiditi=d.chance(0.1 * gas),
+        loops=d.integer(2, 14),
+        loop_gas=d.uniform(0, 0.7) * min(gas, 1.0),
+        seed=d.seed(),
+    )
+
+
+def _draw_hounsfield(d: Draw, torso: Torso, config: SynthesisConfig) -> Hounsfield:
+    r, t = config.randomisation.intensity, config.randomisation.texture
+    contrast = d.chance(0.5)
+    blood = d.normal(42, 6)
+    arterial = blood + (d.uniform(60, 420) if contrast else 0)
+    pulmonary = blood + (d.uniform(60, 450) if contrast else 0)
+    muscle = d.normal(52, 9 * r) + (10 if contrast else 0)
+    liver = d.normal(56, 9 * r) + (d.uniform(10, 70) if contrast else 0) - (d.uniform(20, 60) if d.chance(0.12) else 0)
+    closed = 1 - torso.inspiration
+    return Hounsfield(
+        air=d.normal(-1000, 4),
+        lumen=d.normal(-988, 12 * r),
+        fat=d.normal(-103, 9 * r),
+        deep_fat=d.normal(-98, 10 * r),
+        muscle=muscle,
+        skin=d.normal(10, 25),
+        aortic_blood=arterial,
+        pulmonary_blood=pulmonary,
+        venous_blood=blood + (d.uniform(30, 160) if contrast else 0) + (d.uniform(200, 900) if d.chance(0.1) else 0),
+        myocardium=blood + (d.uniform(30, 80) if contrast else 4),
+        liver=liver,
+        spleen=liver + d.normal(2, 8) + (d.uniform(0, 50) if contrast else 0),
+        kidney=d.normal(34, 5) + (d.uniform(60, 150) if contrast else 0),
+        stomach=d.uniform(100, 400) if d.chance(0.2) else d.uniform(5, 45),
+        stool=d.uniform(-350, 20),
+        trabecular=d.uniform(90, 260),
+        cortical=d.uniform(350, 900),
+        disc=d.normal(85, 15),
+        cartilage=d.normal(95, 20) + (d.uniform(60, 250) if d.chance(0.4) else 0),
+        breast=d.uniform(-60, 40),
+        lung=min(max(-718 - 150 * torso.inspiration + d.normal(0, 28 * r), -930.0), -540.0),
+        gravity=d.uniform(10, 60) + 60 * closed,
+        texture=(d.uniform(5, 28) * t, d.uniform(4, 14) * t, d.uniform(5, 26) * t, d.uniform(0, 90) * t),
+        texture_seed=d.seed(),
+    )

@@ -1,0 +1,330 @@
+"""Painting the body around the lungs: couch, skin, fat, muscle, abdomen, mediastinum and bones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cascadeseg.synthesis import anatomy
+from cascadeseg.synthesis.fields import Beads, ellipsoid, normalised, smooth_min, splat
+from cascadeseg.synthesis.scene import Scene
+from cascadeseg.synthesis.tissue import Tissue
+
+
+@dataclass(eq=False)
+class Shapes:
+    """The coarse distances (mm) that several layers share."""
+
+    skin: Tensor
+    muscle: Tensor
+    cage: Tensor
+    diaphragm: tuple[Tensor, Tensor]
+    below: Tensor
+    mediastinum: Tensor
+
+
+def body_shapes(scene: Scene) -> Shapes:
+    """Evaluate the shared shapes on the coarse lattice."""
+    patient, p = scene.patient, scene.body
+    torso = patient.torso
+    x, y, z = p
+    core = normalised(anatomy.core(p, torso))
+    limbs = scene.coarse_splat(anatomy.limbs(patient), 45.0)
+    head = torch.minimum(
+        ellipsoid(p, (0, 8, torso.height + 225), (70, 90, 105)), ellipsoid(p, (0, 45, torso.height + 140), (48, 42, 40))
+    )
+    muscle = smooth_min(smooth_min(core, limbs, 18), head * scene.scale, 12)
+    fat = anatomy.fat_depth(p, torso) * scene.scale
+    skin = smooth_min(core - fat, limbs - (0.4 * fat).clamp(max=25), 22)
+    skin = smooth_min(skin, head * scene.scale - 3, 12)
+    if torso.breast:
+        skin = smooth_min(skin, _breasts(scene) * scene.scale, 14)
+    heights = [anatomy.diaphragm_height(x, y, patient, side) for side in (0, 1)]
+    both = torch.lerp(heights[1], heights[0], torch.sigmoid(x / 12))
+    return Shapes(
+        skin=skin,
+        muscle=muscle,
+        cage=normalised(anatomy.cage(p, torso)),
+        diaphragm=(normalised(heights[0] - z), normalised(heights[1] - z)),
+        below=normalised(z - both),
+        mediastinum=normalised(anatomy.mediastinum(p, patient)),
+    )
+
+
+def _breasts(scene: Scene) -> Tensor:
+    torso = scene.patient.torso
+    size = torso.breast
+    front = torso.half_depth + torso.muscle + 0.6 * torso.fat - 8
+    z = 0.36 * torso.height
+    sides = [ellipsoid(scene.body, (s * 76, front, z), (62, size, 62)) for s in anatomy.SIDES]
+    return torch.minimum(*sides)
+
+
+def paint_couch(scene: Scene) -> None:
+    """Couch, mattress and blankets around the patient, in the scanner's frame."""
+    scanner = scene.patient.scanner
+    x, y, z = scene.axes.points(scene.device)
+    ox, oy, _ = scene.patient.torso.offset
+    ux, uy = scanner.up
+    rng = np.random.default_rng(scanner.seed)
+    depth, reach = _lowest_point(scene), 2.0
+    # Height above the couch's top face and distance from its middle line.
+    height = (x - ox) * ux + (y - oy) * uy + depth + scanner.couch_gap
+    across = (x - ox) * uy - (y - oy) * ux + float(rng.uniform(-25, 25))
+    draws = {k: float(v) for k, v in zip("abcdefgh", rng.random(8), strict=True)}
+    if scanner.couch != "none":
+        half = 200 + 70 * draws["a"]
+        bow = across.square() * (0.0006 if scanner.couch == "curved" else 0.0)
+        top = height - bow
+        thick = 18 + 60 * draws["b"] if scanner.couch != "thin" else 8.0
+        end = (across.abs() - half).clamp(min=0)
+        slab = torch.maximum(top, -top - thick + 0.9 * bow) + end
+        _paint_slab(scene, slab, -600 + 750 * draws["c"], -990 + 190 * draws["d"], 1.5 + 2.5 * draws["e"])
+        if draws["f"] < 0.6:
+            mat = torch.maximum(top - 8 - 12 * draws["g"], -top + 1) + (across.abs() - half + 25).clamp(min=0)
+            _paint_slab(scene, mat, -850 + 500 * draws["h"], -985 + 120 * draws["d"], reach)
+
+
+def _paint_slab(scene: Scene, distance: Tensor, shell_hu: float, foam_hu: float, wall_mm: float) -> None:
+    distance = distance.expand(distance.shape[0], distance.shape[1], 1)
+    shell = (0.5 - distance / scene.voxel_mm).clamp(0, 1)
+    foam = (0.5 - (distance + wall_mm) / scene.voxel_mm).clamp(0, 1)
+    hu = scene.patient.hounsfield.air
+    value = torch.lerp(torch.full_like(shell, shell_hu), torch.full_like(shell, foam_hu), foam)
+    slab = torch.lerp(torch.full_like(shell, hu), value, shell)
+    scene.hu[:] = torch.where(shell > 0, slab, scene.hu)
+    scene.tissue.masked_fill_(shell > 0.5, int(Tissue.COUCH))
+
+
+def _lowest_point(scene: Scene) -> float:
+    """How far the body reaches from its middle towards the couch (world mm), from its proportions."""
+    torso = scene.patient.torso
+    ux, uy = scene.patient.scanner.up
+    fat = 0.7 * torso.fat + 1.5
+    if abs(ux) > 0.5:
+        return (torso.half_width + torso.muscle + fat + 22) * torso.size * torso.aspect[0]
+    if uy < 0:
+        return (
+            (torso.half_depth + torso.muscle + 1.3 * fat + torso.belly + 0.5 * torso.breast)
+            * torso.size
+            * torso.aspect[1]
+        )
+    return (torso.half_depth + torso.muscle + 6 + fat) * torso.size * torso.aspect[1]
+
+
+def paint_body(scene: Scene, shapes: Shapes) -> None:
+    """Skin, fat and muscle."""
+    hu, torso = scene.patient.hounsfield, scene.patient.torso
+    part = scene.near(shapes.skin)
+    if part is None:
+        return
+    skin = scene.up(shapes.skin, part)
+    seed = hu.texture_seed
+    grain = scene.noise(seed + 1, 7.0, part)
+    muscle = scene.filled(scene.up(shapes.muscle, part))
+    # Sheets of fat between the muscles, and one plane of it around the ribs.
+    streaks = (grain - 1.0).clamp_(0, 0.8)
+    muscle.mul_(1 - streaks)
+    inner = torch.lerp(
+        torch.full((), hu.fat, device=scene.device), torch.full((), hu.muscle, device=scene.device), muscle
+    )
+    inner.add_(grain, alpha=7.0)
+    tissue = torch.where(muscle > 0.5, int(Tissue.MUSCLE), int(Tissue.FAT)).to(torch.uint8)
+    deep = scene.filled(skin + 1.2 * torso.size)
+    inner = torch.lerp(torch.full((), hu.skin, device=scene.device), inner, deep)
+    weight = scene.filled(skin)
+    scene.hu[part].lerp_(inner, weight)
+    inside = weight > 0.5
+    scene.tissue[part] = torch.where(inside, tissue, scene.tissue[part])
+    if torso.breast:
+        _paint_glands(scene)
+    _paint_axillae(scene, shapes)
+
+
+def _paint_glands(scene: Scene) -> None:
+    hu = scene.patient.hounsfield
+    field = (_breasts(scene) * scene.scale + 12) + 9 * scene.coarse_noise(hu.texture_seed + 2, 14.0)
+    scene.shape(field, hu.breast, Tissue.BREAST, 12.0)
+
+
+def _paint_axillae(scene: Scene, shapes: Shapes) -> None:
+    torso, hu = scene.patient.torso, scene.patient.hounsfield
+    x, y, z = scene.body
+    place = (torso.half_width + 4, -4.0, torso.height - 72)
+    pocket = ellipsoid((x.abs(), y, z), place, (22, 30, 44)) * scene.scale
+    pocket = torch.maximum(pocket, 11 - shapes.cage) + 5 * scene.coarse_noise(hu.texture_seed + 3, 18.0)
+    pocket = torch.maximum(pocket, shapes.muscle - 8)
+    scene.shape(pocket, hu.fat, Tissue.FAT, 8.0)
+
+
+def paint_cavities(scene: Scene, shapes: Shapes) -> None:
+    """Fat fills the chest and the belly, the diaphragm parts them."""
+    hu = scene.patient.hounsfield
+    shell = torch.maximum(shapes.cage, (scene.patient.torso.height + 25 - scene.body[2]) * -scene.scale)
+    scene.shape(shell, hu.deep_fat, Tissue.MEDIASTINUM, 9.0)
+    scene.shape(torch.maximum(shapes.cage, shapes.below), hu.muscle, Tissue.DIAPHRAGM)
+    belly = normalised(anatomy.abdominal_cavity(scene.body, scene.patient))
+    scene.shape(torch.maximum(belly, shapes.below + 3.2), hu.deep_fat, Tissue.ABDOMEN, 9.0)
+
+
+def paint_abdomen(scene: Scene, shapes: Shapes) -> None:
+    """Liver, spleen, kidneys, stomach and bowel."""
+    patient, p = scene.patient, scene.body
+    hu, k = patient.hounsfield, scene.scale
+    under = shapes.below + 3.6
+    inside = shapes.cage + 4
+    scene.shape(torch.maximum(anatomy.kidneys(p, patient) * k, under), hu.kidney, Tissue.KIDNEY, 12.0)
+    for s in anatomy.SIDES:
+        psoas = ellipsoid(p, (s * 36, -38, patient.torso.height - 390), (20, 20, 110)) * k
+        scene.shape(psoas, hu.muscle, Tissue.MUSCLE)
+    liver = torch.maximum(anatomy.liver(p, patient, under / k) * k, inside)
+    scene.shape(liver, hu.liver, Tissue.LIVER, 5.0)
+    scene.shape(torch.maximum(anatomy.spleen(p, patient, under / k) * k, inside), hu.spleen, Tissue.SPLEEN, 5.0)
+    _paint_bowel(scene, under)
+    stomach = torch.maximum(anatomy.stomach_shape(p, patient, under / k) * k, inside)
+    _paint_hollow(scene, stomach, hu.stomach, patient.abdomen.stomach_gas, 3.0, Tissue.STOMACH)
+
+
+def _paint_hollow(scene: Scene, shape: Tensor, content: float, gas: float, wall: float, tissue: Tissue) -> None:
+    """A hollow organ: wall, fluid below, gas above a level across gravity."""
+    hu = scene.patient.hounsfield
+    scene.shape(shape, hu.muscle - 8, tissue)
+    lumen = shape + wall
+    scene.shape(lumen, content, tissue)
+    if gas <= 0:
+        return
+    part = scene.near(lumen)
+    if part is None:
+        return
+    ux, uy = scene.patient.scanner.up
+    # The level is fixed in body terms, so that a box of the volume has the same one.
+    x, y, _ = scene.coarse.points(scene.device)
+    ox, oy, _ = scene.patient.torso.offset
+    reach = 62 * scene.scale
+    level = (1 - 1.7 * gas) * reach * 0.6
+    surface = level - ((x - ox) * ux + (y - oy) * uy) + 0 * lumen
+    air = torch.minimum(scene.filled(scene.up(lumen, part)), scene.filled(scene.up(surface, part)))
+    scene.paint(part, air, hu.lumen, Tissue.GAS)
+
+
+def _paint_bowel(scene: Scene, under: Tensor) -> None:
+    patient = scene.patient
+    hu, abdomen = patient.hounsfield, patient.abdomen
+    gas, fluid = anatomy.small_bowel(patient)
+    scene.shape(scene.coarse_splat(fluid), 25.0, Tissue.BOWEL, 15.0)
+    loops = scene.coarse_splat(gas)
+    scene.shape(loops - 2, hu.muscle - 10, Tissue.BOWEL)
+    scene.shape(loops, hu.lumen, Tissue.GAS)
+    colon = torch.maximum(scene.coarse_splat(anatomy.colon(patient)), under)
+    part = scene.near(colon, 2.0)
+    if part is None:
+        return
+    distance = scene.up(colon, part)
+    scene.paint(part, scene.filled(distance - 2), hu.muscle - 10, Tissue.BOWEL)
+    lumen = scene.filled(distance)
+    stool = scene.noise(abdomen.seed, 5.0, part)
+    stool.mul_(140).add_(hu.stool).clamp_(-950, 220)
+    scene.paint(part, lumen, stool, Tissue.BOWEL)
+    ux, uy = patient.scanner.up
+    x, y, _ = scene.coarse.points(scene.device)
+    ox, oy, _ = patient.torso.offset
+    rise = ((x - ox) * ux + (y - oy) * uy) / (45 * scene.scale)
+    where = (1.6 - 3.4 * abdomen.colon_gas - 0.5 * rise) - scene.coarse_noise(abdomen.seed + 5, 32.0)
+    air = scene.filled(scene.up(where * 14, part))
+    scene.paint(part, air.mul_(lumen), hu.lumen, Tissue.GAS)
+
+
+def paint_mediastinum(scene: Scene) -> None:
+    """Heart, great vessels, oesophagus and thyroid."""
+    patient, p, k = scene.patient, scene.body, scene.scale
+    hu = patient.hounsfield
+    vessels = anatomy.great_vessels(patient)
+    scene.tubes(vessels["cava"], hu.venous_blood, Tissue.BLOOD)
+    scene.tubes(vessels["pulmonary"], hu.pulmonary_blood, Tissue.BLOOD)
+    heart = normalised(anatomy.heart(p, patient))
+    scene.shape(heart, hu.myocardium, Tissue.HEART, 4.0)
+    cx, cy, cz = patient.chest.heart_centre
+    rx, ry, rz = patient.chest.heart_radii
+    left = ellipsoid(p, (cx - 0.28 * rx, cy - 0.1 * ry, cz - 0.2 * rz), (0.42 * rx, 0.45 * ry, 0.5 * rz)) * k
+    right = ellipsoid(p, (cx + 0.38 * rx, cy + 0.28 * ry, cz), (0.5 * rx, 0.5 * ry, 0.62 * rz)) * k
+    scene.shape(torch.maximum(right, heart + 3), hu.pulmonary_blood, Tissue.BLOOD)
+    scene.shape(torch.maximum(left, heart + 8), hu.aortic_blood, Tissue.BLOOD)
+    aorta = scene.world(vessels["aorta"])
+    part = scene.box_of(aorta, scene.voxel_mm)
+    if part is not None:
+        distance = splat(aorta, scene.axes[part], scene.device, 2 * scene.voxel_mm)
+        scene.paint(part, scene.filled(distance), hu.aortic_blood, Tissue.BLOOD)
+    scene.tubes(anatomy.oesophagus(patient), hu.muscle - 8, Tissue.OESOPHAGUS)
+    air = patient.chest.oesophagus_air
+    if air:
+        tube = anatomy.oesophagus(patient)
+        some = Beads(tube.centres, torch.full_like(tube.radii, 0.5 * air))
+        scene.tubes(some, hu.lumen, Tissue.GAS)
+
+
+def paint_bones(scene: Scene) -> None:
+    """Spine, ribs, sternum, shoulder girdle, pelvis and skull."""
+    patient = scene.patient
+    hu = patient.hounsfield
+    _paint_spine(scene)
+    ribs, cartilage = anatomy.rib_strands(patient)
+    scene.tubes(cartilage, hu.cartilage, Tissue.CARTILAGE)
+    bones = Beads.joined([ribs, anatomy.sternum(patient), anatomy.girdle(patient), anatomy.neural_arches(patient)])
+    world = scene.world(bones)
+    part = scene.box_of(world, 2 * scene.voxel_mm)
+    if part is not None:
+        distance = splat(world, scene.axes[part], scene.device, scene.voxel_mm)
+        marrow = scene.filled(distance + 1.6)
+        weight = scene.filled(distance)
+        ends = [torch.full((), v, device=scene.device) for v in (hu.cortical, hu.trabecular)]
+        scene.paint(part, weight, torch.lerp(ends[0], ends[1], marrow), Tissue.BONE)
+    _paint_head(scene)
+
+
+def _paint_spine(scene: Scene) -> None:
+    patient, (x, y, z) = scene.patient, scene.body
+    hu, chest, h = patient.hounsfield, patient.chest, patient.torso.height
+    heights = anatomy.vertebral_heights(patient)[::-1]
+    number = anatomy.profile(z, [-900.0, *heights, 900.0], [-12.0, *range(len(heights)), len(heights) + 12.0])
+    r = anatomy.profile(z, [h - 640, h - 430, h - 280, h - 20, h + 30, h + 130],
+                        [14, chest.vertebra + 5, chest.vertebra + 2, chest.vertebra - 1, 11, 10])  # fmt: skip
+    middle = anatomy.spine_y(z, patient)
+    body = (((x / 1.15).square() + (y - middle).square()).sqrt() - r) * scene.scale
+    ends = (torch.maximum(z - (h + 140), (h - 600) - z)) * scene.scale
+    body = torch.maximum(body, ends)
+    canal = ((x.square() + (y - middle + r + 10).square()).sqrt() - 8.5) * scene.scale
+    scene.shape(torch.maximum(canal - 3, ends), hu.trabecular + 120, Tissue.BONE)
+    scene.shape(torch.maximum(canal, ends), 35.0, Tissue.SPINAL_CANAL)
+    part = scene.near(body)
+    if part is None:
+        return
+    distance = scene.up(body, part)
+    phase = scene.up(number, part)
+    # 0 in the middle of a disc, 0.5 in the middle of a vertebra.
+    phase = ((phase - 0.5) - (phase - 0.5).round()).abs_()
+    disc = ((0.12 - phase) / 0.03).clamp_(0, 1)
+    shell = torch.maximum(scene.filled(distance + 1.5).mul_(-1).add_(1), ((0.17 - phase) / 0.03).clamp_(0, 1))
+    grain = scene.noise(hu.texture_seed + 9, 4.0, part).mul_(22).add_(hu.trabecular)
+    cortex = torch.full((), 0.55 * hu.cortical + 0.3 * hu.trabecular, device=scene.device)
+    value = grain.lerp_(cortex, shell).lerp_(torch.full((), hu.disc, device=scene.device), disc)
+    scene.paint(part, scene.filled(distance), value, Tissue.BONE)
+
+
+def _paint_head(scene: Scene) -> None:
+    patient, p, k = scene.patient, scene.body, scene.scale
+    hu, h = patient.hounsfield, patient.torso.height
+    skull = ellipsoid(p, (0, 4, h + 235), (64, 84, 90)) * k
+    if scene.near(skull) is None:
+        return
+    scene.shape(skull, hu.cortical + 300, Tissue.BONE)
+    scene.shape(skull + 7, 34.0, Tissue.BRAIN, 3.0)
+    scene.shape(ellipsoid(p, (0, 50, h + 178), (34, 36, 34)) * k, hu.trabecular + 150, Tissue.BONE)
+    face = ellipsoid(p, (0, 62, h + 182), (30, 24, 24)) * k + 5 * scene.coarse_noise(hu.texture_seed + 4, 10.0)
+    scene.shape(face, hu.lumen, Tissue.GAS)
+    x, y, z = p
+    mastoid = ellipsoid((x.abs(), y, z), (52, -14, h + 170), (13, 15, 17)) * k
+    scene.shape(mastoid, -450.0, Tissue.BONE, 250.0)
+    scene.tubes(anatomy.strand([(0, 12, h + 150), (0, 40, h + 150), (0, 80, h + 160)], 8), hu.lumen, Tissue.GAS)

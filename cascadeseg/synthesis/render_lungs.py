@@ -1,0 +1,206 @@
+"""Painting the lungs: pleural cavities, parenchyma, vessel trees, airways, and everything that goes wrong in them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cascadeseg.synthesis import anatomy, pathology
+from cascadeseg.synthesis.fields import Beads, Slices, smooth_max, splat, splat_weight
+from cascadeseg.synthesis.render_body import Shapes
+from cascadeseg.synthesis.scene import Scene
+from cascadeseg.synthesis.tissue import Tissue
+from cascadeseg.synthesis.trees import grow_tree, tree_beads
+
+if TYPE_CHECKING:
+    from cascadeseg.synthesis.patient import Patient
+
+
+@dataclass(frozen=True, eq=False)
+class Branches:
+    """The vessel and bronchial trees of one lung (body space)."""
+
+    vessels: Beads
+    lumen: Beads
+    wall: Beads
+    central: Beads
+
+
+@lru_cache(maxsize=16)
+def _branches(patient: Patient, side: int) -> Branches:
+    """Grow artery, vein and bronchi of one lung in body space (kept for the next box of the same patient)."""
+    chest, s = patient.chest, anatomy.SIDES[side]
+    rng = np.random.default_rng([chest.tree_seed, side])
+    cloud = _points_inside(rng, patient, side, patient.config.anatomy.vessel_leaves * 2 + 60)
+    if len(cloud) < 40:
+        empty = Beads.joined([])
+        return Branches(empty, empty, empty, empty)
+    zc = chest.carina
+    artery_root = np.array([s * 36.0, -5.0, zc - (26 if s > 0 else 12)])
+    vein_root = np.array([s * 26.0, -8.0, zc - 48])
+    half = len(cloud) // 2
+    artery = grow_tree(rng, artery_root, cloud[:half], chest.leaf, chest.tree_power, 7.0)
+    vein = grow_tree(rng, vein_root, cloud[half:], chest.leaf, chest.tree_power, 6.5)
+    vessels = Beads.joined([tree_beads(artery), tree_beads(vein)])
+    # Bronchi run beside the arteries, down to about the fifth generation.
+    bronchi = tree_beads(artery, least_leaves=max(8, half // 40), scale=0.72)
+    beside = torch.from_numpy(rng.normal(0, 1, 3)).float()
+    beside = beside / beside.norm()
+    bronchi = Beads(bronchi.centres + beside * (bronchi.radii * 2.0)[:, None], bronchi.radii)
+    thick = vessels.radii > 3.6
+    central = Beads(vessels.centres[thick], vessels.radii[thick])
+    root = torch.from_numpy(artery_root).float()
+    close = (central.centres - root).norm(dim=1) < 34 * chest.hilum
+    central = Beads(central.centres[close], central.radii[close])
+    wall = Beads(bronchi.centres, bronchi.radii * 1.18 + 0.6)
+    return Branches(vessels, bronchi, wall, central)
+
+
+def _points_inside(rng: np.random.Generator, patient: Patient, side: int, count: int) -> np.ndarray:
+    """``count`` points spread over one lung (body space)."""
+    torso, s = patient.torso, anatomy.SIDES[side]
+    low = np.array([0.0, -torso.half_depth, -120.0])
+    high = np.array([torso.half_width, torso.half_depth, torso.height])
+    p = low + (high - low) * rng.random((count * 8, 3))
+    p[:, 0] *= s
+    x, y, z = (torch.from_numpy(p[:, a]).float() for a in range(3))
+    inside = anatomy.lung_part((x, y, z), patient, side) < -1.5
+    return p[inside.numpy()][:count].astype(np.float64)
+
+
+@dataclass(eq=False)
+class Lung:
+    """One lung while it is painted: its box, the distance to it, and the distance to its pleural cavity."""
+
+    side: int
+    part: Slices
+    distance: Tensor
+    cavity: Tensor
+    wall: Tensor
+
+
+def paint_lungs(scene: Scene, shapes: Shapes) -> Tensor:
+    """Paint both lungs; returns the label map (X, Y, Z) uint8 in patient sides."""
+    labels = torch.zeros(scene.axes.shape, dtype=torch.uint8, device=scene.device)
+    excluded = _central_structures(scene)
+    for side in (0, 1):
+        lung = _lung(scene, shapes, side)
+        if lung is None:
+            continue
+        pathology.paint_cavity(scene, lung)
+        if scene.patient.findings.missing[side]:
+            continue
+        _cut_out(scene, lung, excluded)
+        weight = scene.filled(lung.distance.clone())
+        _paint_parenchyma(scene, lung, weight)
+        _paint_trees(scene, lung, weight)
+        pathology.paint_lesions(scene, lung, weight)
+        label = 1 if (side == 0) != scene.patient.mirror else 2
+        labels[lung.part].masked_fill_(lung.distance < 0, label)
+    return labels
+
+
+def _lung(scene: Scene, shapes: Shapes, side: int) -> Lung | None:
+    patient, (x, y, z) = scene.patient, scene.body
+    s, k = anatomy.SIDES[side], scene.scale
+    apex = (z - anatomy.apex_height(x, y, patient, side)) * (0.55 * k)
+    middle, half = anatomy.junction((x, y, z), patient)
+    across = (middle - x) * (s * k)
+    rough = patient.chest.roughness
+    rough_field = scene.coarse_noise(patient.chest.tree_seed + 3, 22.0) * rough
+    mediastinum = shapes.mediastinum + rough_field
+    rough_cavity = torch.maximum(torch.maximum(shapes.cage, shapes.diaphragm[side]), torch.maximum(apex, across))
+    part = scene.near(torch.maximum(rough_cavity, -mediastinum))
+    if part is None:
+        return None
+    wall = scene.up(shapes.cage, part)
+    cavity = torch.maximum(wall, scene.up(shapes.diaphragm[side], part))
+    cavity = smooth_max(cavity, scene.up(apex, part), 8.0)
+    cavity = smooth_max(cavity, scene.up(mediastinum, part).neg_(), 3.0)
+    septum = scene.up(across, part).add_(0.5 * patient.chest.septum * k)
+    cavity = torch.maximum(cavity, septum)
+    distance = pathology.remaining_lung(scene, part, side, cavity, wall)
+    return Lung(side, part, distance, cavity, wall)
+
+
+def _central_structures(scene: Scene) -> tuple[Slices, Tensor] | None:
+    """Distance to airways (with their wall) and hilar vessels: none of them is lung."""
+    patient = scene.patient
+    trunk = anatomy.airways(patient).grown(1.6)
+    hila = [_branches(patient, side).central.grown(0.8) for side in (0, 1)]
+    beads = scene.world(Beads.joined([trunk, *hila]))
+    part = scene.box_of(beads, 4.0)
+    if part is None:
+        return None
+    return part, splat(beads, scene.axes[part], scene.device, 4.0)
+
+
+def _cut_out(scene: Scene, lung: Lung, excluded: tuple[Slices, Tensor] | None) -> None:
+    """Take the central structures out of a lung, with a rounded edge."""
+    if excluded is None:
+        return
+    inner, outer = [], []
+    for whole, mine in zip(excluded[0], lung.part, strict=True):
+        start, stop = max(whole.start, mine.start), min(whole.stop, mine.stop)
+        if stop <= start:
+            return
+        inner.append(slice(start - whole.start, stop - whole.start))
+        outer.append(slice(start - mine.start, stop - mine.start))
+    part = lung.distance[outer[0], outer[1], outer[2]]
+    part.copy_(smooth_max(part, -excluded[1][inner[0], inner[1], inner[2]], 4.0))
+
+
+def _paint_parenchyma(scene: Scene, lung: Lung, weight: Tensor) -> None:
+    hu = scene.patient.hounsfield
+    t16, t40, t8, threads = hu.texture
+    seed = hu.texture_seed + 20 * lung.side
+    base = scene.coarse_noise(seed + 1, 16.0).mul_(0.6 * t16)
+    base += scene.coarse_noise(seed + 2, 40.0).mul_(t40)
+    base += _gravity(scene) * hu.gravity + hu.lung
+    base = pathology.diffuse(scene, lung.side, base)
+    value = scene.up(base, lung.part)
+    grain = scene.noise(seed + 3, 3.2, lung.part)
+    value.add_(grain, alpha=0.5 * t8)
+    # Vessels too small to be drawn one by one.
+    value.add_((grain - 1.3).clamp_(min=0), alpha=threads)
+    scene.paint(lung.part, weight, value, Tissue.LUNG)
+
+
+def _gravity(scene: Scene) -> Tensor:
+    """-0.5 at the non-dependent wall to about 0.8 at the dependent one, on the coarse lattice."""
+    ux, uy = scene.patient.scanner.up
+    torso = scene.patient.torso
+    x, y, z = scene.coarse.points(scene.device)
+    ox, oy, _ = torso.offset
+    reach = (torso.half_width if ux else torso.half_depth) * scene.scale
+    depth = -((x - ox) * ux + (y - oy) * uy) / (2 * reach) + 0 * z
+    return depth + 0.5 * depth.clamp(min=0)
+
+
+def _paint_trees(scene: Scene, lung: Lung, weight: Tensor) -> None:
+    hu = scene.patient.hounsfield
+    branches = _branches(scene.patient, lung.side)
+    axes = scene.axes[lung.part]
+    inside = (weight * 4).clamp_(max=1)
+    blood = 0.5 * (hu.pulmonary_blood + 42)
+    layers = (
+        (branches.vessels, blood, Tissue.LUNG_VESSEL),
+        (branches.wall, hu.muscle - 60, Tissue.BRONCHUS),
+        (branches.lumen, hu.lumen + 30, Tissue.BRONCHUS),
+    )
+    for beads, value, tissue in layers:
+        tube = splat_weight(scene.world(beads), axes, scene.device, scene.voxel_mm)
+        scene.paint(lung.part, tube.mul_(inside), value, tissue)
+
+
+def paint_airways(scene: Scene) -> None:
+    """Trachea and main bronchi: a thin wall and air, over everything else."""
+    hu = scene.patient.hounsfield
+    beads = anatomy.airways(scene.patient)
+    scene.tubes(beads.grown(1.5), hu.muscle - 20, Tissue.AIRWAY_WALL)
+    scene.tubes(beads, hu.lumen, Tissue.AIRWAY)

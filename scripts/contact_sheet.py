@@ -1,0 +1,120 @@
+"""Draw synthetic volumes, and scans beside them, as rows of axial, coronal and sagittal slices.
+
+python scripts/contact_sheet.py OUT.png --seeds 1 2 3 [--preset healthy] [--spacing 2] [--scan FILE.nii.gz ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+WINDOWS = {"lung": (-1350, 150), "soft": (-160, 240)}
+COLOURS = {1: (64, 160, 255), 2: (255, 150, 60)}
+PANEL = 230
+
+
+def picture(slab: np.ndarray, label: np.ndarray | None, window: str, aspect: float) -> Image.Image:
+    """One slice (columns, rows from below) as an RGB picture of fixed height."""
+    low, high = WINDOWS[window]
+    grey = np.clip((slab.astype(np.float32) - low) / (high - low) * 255, 0, 255).astype(np.uint8)
+    rgb = np.repeat(grey[:, :, None], 3, axis=2)
+    if label is not None:
+        for value, colour in COLOURS.items():
+            mask = label == value
+            inner = mask.copy()
+            for axis in (0, 1):
+                inner &= np.roll(mask, 1, axis) & np.roll(mask, -1, axis)
+            rgb[mask & ~inner] = colour
+    rgb = rgb.transpose(1, 0, 2)[::-1]
+    height = PANEL
+    width = max(8, round(height * slab.shape[0] / (slab.shape[1] * aspect)))
+    return Image.fromarray(np.ascontiguousarray(rgb)).resize((width, height), Image.Resampling.BILINEAR)
+
+
+def row(hu: np.ndarray, labels: np.ndarray | None, spacing: tuple[float, ...], title: str) -> Image.Image:
+    """Axial (three heights), coronal and sagittal slices; RAS+ arrays, shown with the patient's right on the left."""
+    hu = hu[::-1]
+    labels = labels[::-1] if labels is not None else None
+    centre = [n // 2 for n in hu.shape]
+    if labels is not None and labels.any():
+        hits = np.argwhere(labels[::2, ::2, ::2] > 0) * 2
+        low, high = hits.min(0), hits.max(0)
+        centre = [int(v) for v in (low + high) // 2]
+        heights = [int(low[2] + f * (high[2] - low[2])) for f in (0.8, 0.5, 0.25)]
+        left = np.argwhere(labels[::2, ::2, ::2] == 1) * 2
+        side = int(left[:, 0].mean()) if len(left) else centre[0]
+    else:
+        heights = [int(f * (hu.shape[2] - 1)) for f in (0.75, 0.5, 0.25)]
+        side = centre[0]
+    dx, dy, dz = spacing
+    cut = (lambda s: None) if labels is None else (lambda s: labels[s])
+    every = slice(None)
+    views = [(np.s_[:, :, z], dy / dx, "lung") for z in heights]
+    views.append((np.s_[:, :, heights[1]], dy / dx, "soft"))
+    views.append((np.s_[:, centre[1], :], dz / dx, "lung"))
+    views.append((np.s_[:, centre[1], :], dz / dx, "soft"))
+    views.append((np.s_[side, every, :], dz / dy, "lung"))
+    tiles = [picture(hu[s], cut(s) if w == "lung" else None, w, a) for s, a, w in views]
+    sheet = Image.new("RGB", (sum(t.width + 4 for t in tiles), PANEL + 14))
+    x = 0
+    for tile in tiles:
+        sheet.paste(tile, (x, 14))
+        x += tile.width + 4
+    ImageDraw.Draw(sheet).text((2, 1), title, fill=(255, 255, 0))
+    return sheet
+
+
+def synthetic(seed: int, preset: str, spacing: float) -> Image.Image:
+    import torch
+
+    from cascadeseg.synthesis import PRESETS, render, sample_patient
+
+    torch.set_num_threads(1)
+    patient = sample_patient(seed, PRESETS[preset])
+    phantom = render(patient, patient.field_of_view(spacing))
+    labels = phantom.labels.numpy()
+    f = patient.findings
+    ml = [round(float((labels == v).sum()) * spacing**3 / 1000) for v in (1, 2)]
+    title = (
+        f"seed {seed} {patient.view.kind} R {ml[0]} L {ml[1]} ml  slice {patient.scanner.slice_mm:.1f} "
+        f"noise {patient.scanner.noise_hu:.0f}  ggo {f.ground_glass:.1f} cons {f.consolidation:.1f} lobar {f.lobar} "
+        f"eff {f.effusion[0]:.0f}/{f.effusion[1]:.0f} ptx {f.pneumothorax[0]:.0f}/{f.pneumothorax[1]:.0f} "
+        f"emph {f.emphysema[0]:.1f} fib {f.fibrosis:.1f} les {len(f.lesions)} white {f.white} missing {f.missing}"
+    )
+    return row(phantom.hu.numpy(), labels, (spacing,) * 3, title)
+
+
+def scanned(path: Path) -> Image.Image:
+    import nibabel
+
+    image = nibabel.as_closest_canonical(nibabel.load(path))
+    reference = path.with_name(path.name.replace(".nii.gz", "_ref.nii.gz"))
+    labels = None
+    if reference.exists():
+        labels = np.asarray(nibabel.as_closest_canonical(nibabel.load(reference)).dataobj).astype(np.uint8)
+    spacing = tuple(float(v) for v in image.header.get_zooms()[:3])
+    return row(np.asarray(image.dataobj), labels, spacing, path.name)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--seeds", type=int, nargs="*", default=[])
+    parser.add_argument("--preset", default="default")
+    parser.add_argument("--spacing", type=float, default=2.0)
+    parser.add_argument("--scan", type=Path, nargs="*", default=[])
+    args = parser.parse_args()
+    rows = [synthetic(seed, args.preset, args.spacing) for seed in args.seeds] + [scanned(p) for p in args.scan]
+    sheet = Image.new("RGB", (max(r.width for r in rows), sum(r.height for r in rows)))
+    y = 0
+    for r in rows:
+        sheet.paste(r, (0, y))
+        y += r.height
+    sheet.save(args.out)
+
+
+if __name__ == "__main__":
+    main()
