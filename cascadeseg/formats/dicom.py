@@ -1,6 +1,207 @@
-from cascadeseg.formats.scan import Scan
+"""Reading a DICOM CT series: the largest stack of slices in a folder or zip, as stored, in order.
+
+Rule: slices of one series, size, pixel spacing and orientation make a stack; localisers, other modalities, colour
+pictures and slices without a position are left out; the stack with most voxels is the scan unless a series is asked
+for, and the others are named in a warning. Missing slices are interpolated, uneven ones made even, tilted ones
+shifted upright, each with a warning.
+
+Own code rather than dicom2niix (a program beside), dicom2nifti (refuses gantry tilt and uneven slices) or ITK's
+series reader (sorts, but neither chooses, nor sees gaps, nor reads zips); pydicom and GDCM do the decoding.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pydicom
+
+from cascadeseg.errors import ScanError
+from cascadeseg.formats.dicom_files import DAMAGED, NOT_DICOM, Slice, ct_slices, source_of, sources_of, stored_values
+from cascadeseg.formats.dicom_stack import Layer, Stack, stacks_of
+from cascadeseg.formats.memory import refuse_oversized
+from cascadeseg.formats.placement import checked_grid, checked_spacing
+from cascadeseg.formats.scan import Scan
+
+READERS = 8
+"""Threads: they wait for the disk or the network more than they compute."""
+MAX_TILT_DEGREES = 45.0
+PADDING_HU = -1024.0
+NAMED_SERIES = 6
 
 
-def read_dicom(path: Path, series: str | None) -> Scan:
-    raise NotImplementedError
+@dataclass(frozen=True)
+class DicomSeries:
+    """Where a scan came from, for whoever writes DICOM about it.
+
+    Attributes:
+        study_uid: StudyInstanceUID.
+        series_uid: SeriesInstanceUID.
+        files: the slices' files in order along the normal.
+    """
+
+    study_uid: str
+    series_uid: str
+    files: tuple[str, ...]
+
+
+def read_dicom(path: Path, series: str | None = None) -> Scan:
+    """A DICOM series as a `Scan` whose ``native`` is a `DicomSeries`, not yet audited.
+
+    Args:
+        path: a folder (nested ones too), a zip of one, or a single file: an enhanced CT is read from it, of a slice
+            the rest of its series is looked for in its folder.
+        series: SeriesInstanceUID; the largest CT series if None.
+
+    Raises:
+        ScanError: there is no CT volume, not this series, or it cannot be read.
+    """
+    with _lenient_pydicom(), sources_of(path) as sources:
+        if not sources:
+            raise ScanError(path, "an empty folder", "a folder of DICOM files")
+        slices, kinds = _slices(sources)
+        odd: list[str] = []
+        if path.is_file() and len(sources) == 1 and len(slices) == 1:
+            slices, odd = _siblings(path, slices[0])
+            series = slices[0].series.uid
+        if not slices:
+            raise _no_ct(path, kinds)
+        if kinds[DAMAGED]:
+            odd.append(f"{kinds[DAMAGED]} damaged DICOM files were left out")
+        stack, others = _chosen(stacks_of(slices), series, path)
+        voxels, slope, intercept = _volume(stack, path)
+    grid, repaired = checked_grid(stack.shape, stack.affine, path)
+    native = DicomSeries(stack.series.study_uid, stack.series.uid, tuple(slice_.source.name for slice_ in stack.slices))
+    warnings = (*odd, *others, *stack.warnings, *repaired)
+    return Scan(voxels, grid, slope, intercept, str(path), native, warnings)
+
+
+@contextmanager
+def _lenient_pydicom() -> Iterator[None]:
+    """Values that break the standard's fine print (most archives hold some) raise and warn nothing meanwhile."""
+    settings = pydicom.config.settings
+    before = settings.reading_validation_mode
+    settings.reading_validation_mode = pydicom.config.IGNORE
+    try:
+        yield
+    finally:
+        settings.reading_validation_mode = before
+
+
+def _slices(sources: Sequence[Any]) -> tuple[list[Slice], Counter[str]]:
+    """Every CT slice of the files, and how many files there are of each kind."""
+    with ThreadPoolExecutor(READERS) as pool:
+        results = list(pool.map(ct_slices, sources))
+    return [slice_ for _, slices in results for slice_ in slices], Counter(kind for kind, _ in results)
+
+
+def _siblings(path: Path, slice_: Slice) -> tuple[list[Slice], list[str]]:
+    """All slices of the series that a file's single slice belongs to, as far as they lie beside it."""
+    files = [file for file in sorted(path.parent.iterdir()) if file.is_file()]
+    slices, _ = _slices([source_of(file) for file in files])
+    same = [other for other in slices if other.series.uid == slice_.series.uid]
+    return same, [f"this is one slice of a series; the {len(same)} slices of it in the folder were read"]
+
+
+def _no_ct(path: Path, kinds: Counter[str]) -> ScanError:
+    if set(kinds) <= {NOT_DICOM}:
+        what = "a folder" if path.is_dir() else "a file"
+        return ScanError(path, f"{what} without DICOM", "a DICOM CT series, NIfTI, MHA/MHD or NRRD")
+    found = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common() if kind != NOT_DICOM)
+    return ScanError(path, f"no CT slices (found: {found})", "a CT series")
+
+
+def _chosen(stacks: list[Stack], series: str | None, path: Path) -> tuple[Stack, list[str]]:
+    """The stack to read, and a warning that names those left out."""
+    if not stacks:
+        raise ScanError(path, "single CT pictures, no two of which make a volume", "a CT series")
+    named = "; ".join(_named(stack) for stack in stacks[:NAMED_SERIES])
+    if series is not None:
+        stacks = [stack for stack in stacks if stack.series.uid == series]
+        if not stacks:
+            raise ScanError(path, f"no CT series {series}", f"one of {named}")
+    stack, *rest = stacks
+    others = [other for other in rest if other.series.uid != stack.series.uid]
+    warnings = []
+    if others:
+        left = "; ".join(_named(other) for other in others[:NAMED_SERIES])
+        left += f"; and {len(others) - NAMED_SERIES} more" if len(others) > NAMED_SERIES else ""
+        warnings.append(f"several CT series: took the largest, {_named(stack)}; left {left}; see --series")
+    if same := sum(len(other.slices) for other in rest if other.series.uid == stack.series.uid):
+        warnings.append(f"{same} slices of the series do not fit the others in place, size or direction: left out")
+    return stack, warnings
+
+
+def _named(stack: Stack) -> str:
+    description = f"'{stack.series.description}', " if stack.series.description else ""
+    return f"{stack.series.uid} ({description}{len(stack.slices)} slices)"
+
+
+def _volume(stack: Stack, path: Path) -> tuple[npt.NDArray[Any], float, float]:
+    """(X, Y, Z) values of a stack, and their slope and intercept."""
+    checked_spacing((*stack.slices[0].pixel_spacing_mm, stack.spacing_mm), path)
+    if stack.tilt_degrees > MAX_TILT_DEGREES:
+        found = f"slices sheared by {stack.tilt_degrees:.0f} degrees"
+        raise ScanError(path, found, f"a gantry tilt of at most {MAX_TILT_DEGREES:.0f} degrees")
+    rescales = {slice_.rescale for slice_ in stack.slices}
+    if len(rescales) == 1:
+        dtype, slope, intercept = rescales.pop()
+    else:  # slices scaled one by one meet in whole HU
+        dtype, slope, intercept = np.dtype(np.int16), 1.0, 0.0
+    refuse_oversized(path, stack.shape, dtype.itemsize, None)
+    volume = np.empty((len(stack.layers), *stack.canvas), dtype)
+    air = _into((PADDING_HU - intercept) / slope, dtype)
+
+    def fill(item: tuple[int, Layer]) -> None:
+        index, layer = item
+        volume[index] = _layer_values(stack, layer, dtype, len(rescales) > 1, float(air))
+
+    with ThreadPoolExecutor(READERS) as pool:
+        list(pool.map(fill, enumerate(stack.layers)))
+    return volume.transpose(2, 1, 0), slope, intercept
+
+
+def _layer_values(stack: Stack, layer: Layer, dtype: np.dtype[Any], as_hu: bool, air: float) -> npt.NDArray[Any]:
+    """(rows, columns) of one layer, of type ``dtype``."""
+
+    def placed(index: int) -> npt.NDArray[Any]:
+        slice_ = stack.slices[index]
+        values = stored_values(slice_)
+        if as_hu:
+            values = values.astype(np.float32) * np.float32(slice_.slope) + np.float32(slice_.intercept)
+        if stack.is_tilted:
+            values = _shifted(values, stack.shifts[index] - stack.shifts.min(axis=0), stack.canvas, air)
+        return values
+
+    values = placed(layer.lower)
+    if layer.weight:
+        lower, upper = values.astype(np.float32), placed(layer.upper).astype(np.float32)
+        values = (1 - np.float32(layer.weight)) * lower + np.float32(layer.weight) * upper
+    return values if values.dtype == dtype else _into(values, dtype)
+
+
+def _shifted(
+    values: npt.NDArray[Any], shift: npt.NDArray[np.float64], canvas: tuple[int, int], air: float
+) -> npt.NDArray[np.float32]:
+    """A slice moved by a fraction of pixels down and right on a larger canvas of air, bilinearly."""
+    whole = np.floor(shift).astype(int)
+    row, column = (shift - whole).astype(np.float32)
+    edged = np.pad(values.astype(np.float32), 1, constant_values=air)
+    moved = (1 - row) * edged[1:] + row * edged[:-1]
+    moved = (1 - column) * moved[:, 1:] + column * moved[:, :-1]
+    placed = np.full(canvas, air, np.float32)
+    placed[whole[0] : whole[0] + moved.shape[0], whole[1] : whole[1] + moved.shape[1]] = moved
+    return placed
+
+
+def _into(values: npt.ArrayLike, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Rounded and clipped into an integer type."""
+    limits = np.iinfo(dtype)
+    return np.clip(np.rint(values), limits.min, limits.max).astype(dtype)

@@ -1,7 +1,177 @@
-"""placeholder, filled in below."""
+"""The input doctor: are these values HU, and is the volume one that lungs can be found in?
+
+It looks at about a hundred thousand voxels on a coarse lattice (all of them only for NaN, which a lattice would
+miss), says what is odd in a line each, and repairs what has one cause only: a known offset is undone in the
+intercept, signed values read as unsigned are read again. It changes no voxel and refuses nothing.
+
+What makes values HU: a CT of any part of the body holds soft tissue near +40, fat near -100 and, outside the body or
+in lungs and bowel, air near -1000. So the rules look for where the low values end and where the bulk lies, never
+for lungs: a leg, a head, an abdomen or a crop of lung passes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from cascadeseg.formats.scan import Scan
+from cascadeseg.geometry import Grid
+
+LATTICE = 48
+"""Voxels looked at along each axis, about."""
+THICK_MM = 8.0
+FEW_SLICES = 10
+PADDING_BELOW_HU = -1100.0
+PADDING_SHARE = 0.005
+PADDING_APART_HU = 300.0
+UNSURE = "the mask may be wrong"
+
+Values = npt.NDArray[np.float32]
 
 
 def audit(scan: Scan) -> Scan:
-    return scan
+    """The scan with a warning for everything odd about its values and spacing, and a wrong offset undone."""
+    scan = _signed(scan.warned(*_spacing_oddities(scan.grid), *_not_finite(scan.voxels)))
+    values = _lattice(scan)
+    if not values.size:
+        return scan.warned(f"no voxel holds a number: {UNSURE}")
+    total = values.size
+    values, padding = _without_padding(values)
+    shift = offset_hu(values)
+    odd = [
+        f"padding of {level - shift:g} HU ({100 * count / total:.2g} % of the volume) is read as air"
+        for level, count in padding
+        if level - shift < PADDING_BELOW_HU
+    ]
+    if shift:
+        odd.append(f"the values are HU {'plus' if shift > 0 else 'minus'} {abs(shift)}; this was undone")
+        scan = replace(scan, intercept=scan.intercept - shift)
+    elif doubt := not_hu(values):
+        odd.append(f"{doubt}: {UNSURE}")
+    return scan.warned(*odd)
+
+
+def offset_hu(values: Values) -> int:
+    """By how much values are too high (+1024 or +1000) or too low (-1024) to be HU; 0 if they are not.
+
+    Scanners store HU + 1024, some archives HU + 1000, and a rescale that was lost or done twice shows as one of
+    them: air, the lowest values, then lies at 0 or at -2000, and soft tissue at 1000 or at -1000.
+
+    Args:
+        values: what should be HU, without padding.
+    """
+    tissue_at_1000 = _share(values, 880, 1150)
+    if (
+        _share(values, -np.inf, -200) < 0.001
+        and tissue_at_1000 > 0.05
+        and tissue_at_1000 > 2 * _share(values, 400, 800)
+        and _share(values, -100, 400) > 0.02
+    ):
+        return 1000 if _is_hu_plus_1000(values) else 1024
+    tissue_at_minus_1000 = _share(values, -1150, -850)
+    twice = _share(values, -500, np.inf) < 0.1 and tissue_at_minus_1000 > 0.1
+    return -1024 if twice and _share(values, -np.inf, -1300) > 0.01 else 0
+
+
+def not_hu(values: Values) -> str:
+    """Why values cannot be HU, or an empty string.
+
+    Args:
+        values: what should be HU, without padding.
+    """
+    low, high = float(values.min()), float(values.max())
+    span = f"{low:.4g} to {high:.4g}"
+    if low == high:
+        return f"every voxel is {low:.4g}"
+    if high - low < 100:
+        return f"values from {span} cannot be HU"
+    if low >= 0 and high <= 255:
+        return f"values from {span} look like an 8-bit picture, not HU"
+    inverted = _share(values, 700, 1100) > 0.1 and _share(values, 1200, np.inf) < 0.0005
+    if inverted and _share(values, -np.inf, -150) > 0.002:
+        return "the values look inverted (air bright, bone dark)"
+    if _share(values, -8000, 8000) < 0.99:
+        return f"values from {span} cannot be HU"
+    if _share(values, -np.inf, -20) < 0.001:
+        return f"values from {span} hold neither air nor fat, so they can hardly be HU"
+    if low > -900 and _share(values, low, low + 0.5) > 0.05:
+        return f"all values below {low:.4g} HU are cut off (a windowed scan?)"
+    return ""
+
+
+def _spacing_oddities(grid: Grid) -> list[str]:
+    """Thick slices and very few of them."""
+    odd = []
+    if (thickest := max(grid.spacing_mm)) > THICK_MM:
+        odd.append(f"voxels of {thickest:.3g} mm are too coarse for a precise mask")
+    if (fewest := min(grid.shape)) < FEW_SLICES:
+        odd.append(f"only {fewest} slices along one axis")
+    return odd
+
+
+def _not_finite(voxels: npt.NDArray[Any]) -> list[str]:
+    """A line about NaN and infinite voxels, all of them counted, a slab at a time."""
+    if voxels.dtype.kind != "f":
+        return []
+    count = sum(int(slab.size - np.isfinite(slab).sum()) for slab in np.moveaxis(voxels, 2, 0))
+    if not count:
+        return []
+    return [f"{count:,} voxels ({count / voxels.size:.2g} of all) are not numbers and are read as air"]
+
+
+def _signed(scan: Scan) -> Scan:
+    """Undoes a signed type that was lost: -1000 stored as 64536."""
+    if scan.voxels.dtype != np.uint16 or _share(_lattice(scan, stored=True), 2**16 - 5000, np.inf) < 0.005:
+        return scan
+    said = "negative values were stored as unsigned ones; they are read as signed"
+    return replace(scan, voxels=scan.voxels.view(np.int16)).warned(said)
+
+
+def _lattice(scan: Scan, *, stored: bool = False) -> Values:
+    """(n,) finite HU (or stored values) of a coarse lattice of voxels."""
+    steps = [max(1, n // LATTICE) for n in scan.voxels.shape]
+    values = scan.voxels[:: steps[0], :: steps[1], :: steps[2]].astype(np.float32).ravel()
+    values = values[np.isfinite(values)]
+    return values if stored else values * np.float32(scan.slope) + np.float32(scan.intercept)
+
+
+def _without_padding(values: Values) -> tuple[Values, list[tuple[float, int]]]:
+    """The values without those that fill the corners outside the reconstruction, and (level, count) of these.
+
+    Padding is one low value, far below any other.
+    """
+    padding: list[tuple[float, int]] = []
+    total = values.size
+    while (low := float(values.min())) < float(values.max()):
+        count = int((values == low).sum())
+        above = int((values < low + PADDING_APART_HU).sum()) - count
+        if count < PADDING_SHARE * total or above > count / 10:
+            break
+        values = values[values > low]
+        padding.append((low, count))
+    return values, padding
+
+
+def _is_hu_plus_1000(values: Values) -> bool:
+    """Whether values that are HU + 1000 or HU + 1024 are the former, which is rarer: both peaks have to say so.
+
+    Air is at -1000 HU, but may be clipped (so the lowest value does not count); fat is at -115 to -90 HU.
+    """
+    air = _peak(values[values > values.min()], -60, 100)
+    fat = _peak(values, 840, 990)
+    return air < 12 and fat < 912
+
+
+def _peak(values: Values, low: float, high: float) -> float:
+    """The commonest value between two, to the nearest few HU."""
+    counts, edges = np.histogram(values, bins=round((high - low) / 5), range=(low, high))
+    smooth = np.convolve(counts, [1, 2, 1], mode="same")
+    return float(edges[int(smooth.argmax())] + 2.5)
+
+
+def _share(values: Values, low: float, high: float) -> float:
+    """The share of values from ``low`` to ``high``."""
+    return float(((values >= low) & (values <= high)).mean()) if values.size else 0.0

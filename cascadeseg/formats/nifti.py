@@ -109,9 +109,7 @@ def scan_of_image(image: Any, source: str) -> Scan:
     return Scan(voxels, grid, slope, intercept, source, native, warnings)
 
 
-def volume_shape(
-    dims: tuple[int, ...], volume: int | None, where: object
-) -> tuple[tuple[int, int, int], int]:
+def volume_shape(dims: tuple[int, ...], volume: int | None, where: object) -> tuple[tuple[int, int, int], int]:
     """The three axes of the wanted volume, and how many volumes lie before it in the file.
 
     Trailing axes of length 1 do not count.

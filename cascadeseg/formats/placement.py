@@ -73,9 +73,7 @@ def checked_grid(shape: Sequence[int], affine: Affine, where: object) -> tuple[G
     if shear <= SILENT_SHEAR_DEGREES:
         return grid, ()
     moved = np.abs(grid.world([0, 0, 0]) - affine[:3, 3]).max()
-    said = (
-        f"axes {shear:.3f} degrees off a right angle were straightened; the corners moved by {moved:.2g} mm"
-    )
+    said = f"axes {shear:.3f} degrees off a right angle were straightened; the corners moved by {moved:.2g} mm"
     return grid, (said,)
 
 

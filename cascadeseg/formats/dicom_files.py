@@ -1,0 +1,308 @@
+"""DICOM files one by one: which of them are CT slices, where each slice lies, and its stored values.
+
+Headers are read without their pixels. Of uncompressed files the place of the pixels is kept, so that the second
+pass reads nothing else; others are decoded by pydicom, or by GDCM (in SimpleITK) where pydicom has no decoder, as
+for lossless JPEG.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+import pydicom
+from pydicom.pixels import get_decoder, pixel_array
+from pydicom.uid import ExplicitVRLittleEndian, ImplicitVRLittleEndian
+
+from cascadeseg.errors import ScanError
+from cascadeseg.formats.names import suffix_of
+
+NOT_DICOM = "not DICOM"
+DAMAGED = "damaged DICOM"
+NO_PIXELS = "DICOM without a picture"
+LOCALISER = "localiser"
+NO_PLACE = "CT without a position"
+NATIVE_ENCODINGS = (ImplicitVRLittleEndian, ExplicitVRLittleEndian)
+PIXELS_TAG = b"\xe0\x7f\x10\x00"
+
+_TAGS = [
+    *("SOPClassUID", "Modality", "ImageType", "StudyInstanceUID", "SeriesInstanceUID", "SeriesNumber"),
+    *("SeriesDescription", "InstanceNumber", "AcquisitionNumber", "ImagePositionPatient"),
+    *("ImageOrientationPatient", "PixelSpacing", "Rows", "Columns", "SamplesPerPixel", "BitsAllocated"),
+    *("BitsStored", "PixelRepresentation", "RescaleSlope", "RescaleIntercept", "NumberOfFrames"),
+    *("SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence"),
+]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file on disk or in a zip: its name for messages, and how to open it."""
+
+    name: str
+    open: Callable[[], IO[bytes]]
+
+
+@dataclass(frozen=True)
+class Series:
+    """What names a series.
+
+    Attributes:
+        uid: SeriesInstanceUID.
+        study_uid: StudyInstanceUID.
+        number: SeriesNumber, 0 if it has none.
+        description: SeriesDescription, often empty.
+    """
+
+    uid: str
+    study_uid: str
+    number: int
+    description: str
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One CT picture: a file, or a frame of one.
+
+    Attributes:
+        source: its file.
+        frame: which frame of the file, from 0.
+        pixels_at: where its values start in the file, or None where they have to be decoded.
+        series: the series that it belongs to.
+        instance: InstanceNumber.
+        acquisition: AcquisitionNumber.
+        shape: (rows, columns).
+        stored: type of the values.
+        position_mm: (3,) centre of the first voxel, LPS+.
+        orientation: (6,) unit vectors along a row and along a column, LPS+.
+        pixel_spacing_mm: (between rows, between columns).
+        slope: HU = ``slope * value + intercept``.
+        intercept: see ``slope``.
+    """
+
+    source: Source
+    frame: int
+    pixels_at: int | None
+    series: Series
+    instance: int
+    acquisition: int
+    shape: tuple[int, int]
+    stored: np.dtype[Any]
+    position_mm: tuple[float, ...]
+    orientation: tuple[float, ...]
+    pixel_spacing_mm: tuple[float, float]
+    slope: float
+    intercept: float
+
+    @property
+    def rescale(self) -> tuple[np.dtype[Any], float, float]:
+        """What has to agree for values of several slices to lie in one array."""
+        return self.stored, self.slope, self.intercept
+
+
+@contextmanager
+def sources_of(path: Path) -> Iterator[list[Source]]:
+    """The files of a folder (nested ones too, hidden ones not) or of a zip, or the file itself; sorted by name."""
+    if path.is_dir():
+        files = [file for file in path.rglob("*") if file.is_file() and not file.name.startswith(".")]
+        yield [source_of(file) for file in sorted(files)]
+    elif suffix_of(path) == ".zip":
+        if not zipfile.is_zipfile(path):
+            raise ScanError(path, "a damaged zip file, or none", "a zip of DICOM files", "copy it again")
+        with zipfile.ZipFile(path) as archive:
+            names = sorted(info.filename for info in archive.infolist() if not info.is_dir())
+            yield [Source(name, lambda name=name: archive.open(name)) for name in names]  # type: ignore[misc]
+    else:
+        yield [source_of(path)]
+
+
+def source_of(file: Path) -> Source:
+    return Source(str(file), lambda: file.open("rb"))
+
+
+def ct_slices(source: Source) -> tuple[str, list[Slice]]:
+    """What a file is, in a word or two ("CT" or why it is no part of a scan), and its CT slices."""
+    try:
+        stream = source.open()
+    except (OSError, RuntimeError, zipfile.BadZipFile) as problem:  # RuntimeError: a zip with a password
+        raise ScanError(source.name, f"cannot be read ({problem})") from problem
+    with stream:
+        try:
+            if not _looks_like_dicom(stream.read(132)):
+                return NOT_DICOM, []
+            stream.seek(0)
+            header = pydicom.dcmread(stream, force=True, stop_before_pixels=True, specific_tags=_TAGS)
+            return _classified(source, header, stream)
+        except Exception:  # a damaged header makes pydicom raise anything; the file is counted and left out
+            return DAMAGED, []
+
+
+def stored_values(slice_: Slice) -> npt.NDArray[Any]:
+    """(rows, columns) stored values of a slice, of type ``slice_.stored``.
+
+    Raises:
+        ScanError: the pixels are damaged, or compressed in a way that nothing here can undo.
+    """
+    rows, columns = slice_.shape
+    if slice_.pixels_at is not None:
+        wanted = rows * columns * slice_.stored.itemsize
+        with slice_.source.open() as stream:
+            stream.seek(slice_.pixels_at)
+            held = stream.read(wanted)
+        if len(held) < wanted:
+            raise ScanError(slice_.source.name, "the file is cut short", "", "copy or download it again")
+        return np.frombuffer(held, slice_.stored.newbyteorder("<")).reshape(rows, columns)
+    with slice_.source.open() as stream:
+        data = pydicom.dcmread(stream, force=True)
+        try:
+            if _pydicom_decodes(data.file_meta.TransferSyntaxUID):
+                values = np.asarray(pixel_array(data, index=slice_.frame, raw=True))
+            else:
+                values = _decoded_by_gdcm(data)[slice_.frame]
+        except Exception as problem:  # each decoder has errors of its own, and all of them mean one thing
+            encoding = data.file_meta.TransferSyntaxUID.name
+            found = f"pixels that cannot be decoded ({encoding}: {' '.join(str(problem).split())[:120]})"
+            raise ScanError(slice_.source.name, found, "", "decompress the files, e.g. with dcmdjpeg") from problem
+    return values.reshape(rows, columns).astype(slice_.stored, copy=False)
+
+
+def _looks_like_dicom(start: bytes) -> bool:
+    """By the magic word, or (files without a preamble) by a first tag of group 2 or 8."""
+    return start[128:132] == b"DICM" or start[:4] in (b"\x08\x00\x05\x00", b"\x08\x00\x08\x00", b"\x02\x00\x00\x00")
+
+
+def _classified(source: Source, header: Any, stream: IO[bytes]) -> tuple[str, list[Slice]]:
+    modality = str(header.get("Modality", "") or "no modality")
+    if "Rows" not in header or "Columns" not in header:
+        return NO_PIXELS, []
+    if modality != "CT":
+        return modality, []
+    if "LOCALIZER" in [str(word).upper() for word in header.get("ImageType", None) or []]:
+        return LOCALISER, []
+    if int(header.get("SamplesPerPixel", 1)) != 1:
+        return "colour picture", []
+    frames = int(header.get("NumberOfFrames", None) or 1)
+    places = [_place(header, frame) for frame in range(frames)]
+    found = [place for place in places if place is not None]
+    if len(found) < frames:
+        return NO_PLACE, []
+    start, encoding = _pixels_start(header, stream), header.file_meta.get("TransferSyntaxUID", "")
+    if start is not None and start < 0:
+        return DAMAGED, []
+    decoded_hu = start is None and not _pydicom_decodes(encoding)
+    return "CT", [_slice(source, header, i, place, start, decoded_hu) for i, place in enumerate(found)]
+
+
+def _slice(source: Source, header: Any, frame: int, place: _Place, start: int | None, decoded_hu: bool) -> Slice:
+    rows, columns = int(header.Rows), int(header.Columns)
+    bits, signed = int(header.get("BitsAllocated", 16)), int(header.get("PixelRepresentation", 0)) == 1
+    stored = np.dtype(f"{'i' if signed else 'u'}{max(1, bits // 8)}")
+    slope, intercept = place.slope, place.intercept
+    if decoded_hu:  # GDCM rescales by itself
+        stored, slope, intercept = np.dtype(np.int16 if int(header.get("BitsStored", 16)) < 16 else np.int32), 1.0, 0.0
+    return Slice(
+        source=source,
+        frame=frame,
+        pixels_at=None if start is None else start + frame * rows * columns * stored.itemsize,
+        series=Series(
+            str(header.get("SeriesInstanceUID", "")),
+            str(header.get("StudyInstanceUID", "")),
+            int(header.get("SeriesNumber", None) or 0),
+            str(header.get("SeriesDescription", None) or ""),
+        ),
+        instance=int(header.get("InstanceNumber", None) or 0) + frame,
+        acquisition=int(header.get("AcquisitionNumber", None) or 0),
+        shape=(rows, columns),
+        stored=stored,
+        position_mm=place.position_mm,
+        orientation=place.orientation,
+        pixel_spacing_mm=place.pixel_spacing_mm,
+        slope=slope,
+        intercept=intercept,
+    )
+
+
+@dataclass(frozen=True)
+class _Place:
+    position_mm: tuple[float, ...]
+    orientation: tuple[float, ...]
+    pixel_spacing_mm: tuple[float, float]
+    slope: float
+    intercept: float
+
+
+def _place(header: Any, frame: int) -> _Place | None:
+    """Where a frame lies and how it is scaled, or None if the header does not say."""
+    position = _tag(header, frame, "PlanePositionSequence", "ImagePositionPatient")
+    orientation = _tag(header, frame, "PlaneOrientationSequence", "ImageOrientationPatient")
+    spacing = _tag(header, frame, "PixelMeasuresSequence", "PixelSpacing")
+    slope = _tag(header, frame, "PixelValueTransformationSequence", "RescaleSlope")
+    intercept = _tag(header, frame, "PixelValueTransformationSequence", "RescaleIntercept")
+    if not position or not orientation or not spacing:
+        return None
+    rows_mm, columns_mm = map(float, spacing)
+    return _Place(
+        tuple(map(float, position)),
+        tuple(map(float, orientation)),
+        (rows_mm, columns_mm),
+        1.0 if slope in (None, "", 0) else float(slope),
+        0.0 if intercept in (None, "") else float(intercept),
+    )
+
+
+def _tag(header: Any, frame: int, group: str, keyword: str) -> Any:
+    """A value of the header, or of an enhanced CT's functional groups: the frame's own, or the shared one."""
+    if keyword in header:
+        return header[keyword].value
+    each = header.get("PerFrameFunctionalGroupsSequence", None) or []
+    for groups in (each[frame : frame + 1], header.get("SharedFunctionalGroupsSequence", None) or []):
+        for item in groups:
+            if group in item and keyword in item[group].value[0]:
+                return item[group].value[0][keyword].value
+    return None
+
+
+def _pixels_start(header: Any, stream: IO[bytes]) -> int | None:
+    """Where an uncompressed file's values start; None if it is compressed, -1 if values are missing.
+
+    The stream stands at the tag of the pixels, where pydicom stopped.
+    """
+    encoding = header.file_meta.get("TransferSyntaxUID", "") if hasattr(header, "file_meta") else ""
+    if encoding not in NATIVE_ENCODINGS or int(header.get("BitsAllocated", 16)) not in (8, 16, 32):
+        return None
+    tag = stream.read(12)
+    if tag[:4] != PIXELS_TAG:
+        return -1
+    explicit = encoding == ExplicitVRLittleEndian
+    length = int.from_bytes(tag[8:12] if explicit else tag[4:8], "little")
+    frames = int(header.get("NumberOfFrames", None) or 1)
+    wanted = int(header.Rows) * int(header.Columns) * int(header.BitsAllocated) // 8 * frames
+    start = stream.tell() - (0 if explicit else 4)
+    end = stream.seek(0, 2)
+    return start if length >= wanted and end - start >= wanted else -1
+
+
+def _pydicom_decodes(encoding: str) -> bool:
+    try:
+        return bool(get_decoder(encoding).is_available)
+    except (NotImplementedError, ValueError):
+        return encoding in NATIVE_ENCODINGS
+
+
+def _decoded_by_gdcm(data: Any) -> npt.NDArray[Any]:
+    """(frames, rows, columns) HU, for encodings that pydicom has no decoder for."""
+    import SimpleITK
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "slice.dcm"
+        data.save_as(file)
+        image = SimpleITK.ReadImage(str(file), imageIO="GDCMImageIO")
+    values: npt.NDArray[Any] = SimpleITK.GetArrayFromImage(image)
+    whole = np.rint(values) if values.dtype.kind == "f" else values
+    return whole.reshape(-1, *values.shape[-2:])

@@ -1,0 +1,229 @@
+"""From loose CT slices to a volume's plan: groups that fit together, in order, evenly spaced, upright."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from cascadeseg.formats.dicom_files import Series, Slice
+from cascadeseg.formats.placement import LPS_TO_RAS
+from cascadeseg.geometry import Affine
+
+SAME_DIRECTION = 1e-3
+"""Largest difference of direction cosines within a stack."""
+SAME_PLACE_MM = 0.01
+EVEN_SHARE = 0.1
+"""Slices may lie this share of the spacing beside their even places."""
+SPLIT_GAP_MM = 60.0
+"""A gap this wide is not a few lost slices: the parts are stacks of their own."""
+TILT_PIXELS = 0.5
+"""Slices that shift sideways by less than this over the whole stack are as upright as it matters."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One slice of the volume: ``(1 - weight) * slices[lower] + weight * slices[upper]``."""
+
+    lower: int
+    upper: int
+    weight: float
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Slices of one series that make a volume.
+
+    Attributes:
+        slices: of one size, orientation and pixel spacing, in order along their normal, each place once.
+        layers: the volume's slices, evenly spaced.
+        spacing_mm: between layers.
+        shifts: (slices, 2) pixels by which each slice lies off the first one's normal, along (rows' index, columns'
+            index); zeros for an upright stack.
+        tilt_degrees: between the normal and the line through the slices' corners.
+        warnings: what was repaired.
+    """
+
+    slices: tuple[Slice, ...]
+    layers: tuple[Layer, ...]
+    spacing_mm: float
+    shifts: npt.NDArray[np.float64]
+    tilt_degrees: float
+    warnings: tuple[str, ...]
+
+    @property
+    def series(self) -> Series:
+        return self.slices[0].series
+
+    @property
+    def is_tilted(self) -> bool:
+        return bool(np.abs(self.shifts).max() >= TILT_PIXELS)
+
+    @property
+    def canvas(self) -> tuple[int, int]:
+        """(rows, columns) of the volume: a tilted stack needs room for its shifted slices."""
+        rows, columns = self.slices[0].shape
+        if not self.is_tilted:
+            return rows, columns
+        room = np.ceil(np.ptp(self.shifts, axis=0)).astype(int) + 1
+        return rows + int(room[0]), columns + int(room[1])
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(X, Y, Z) voxels of the volume."""
+        rows, columns = self.canvas
+        return columns, rows, len(self.layers)
+
+    @property
+    def affine(self) -> Affine:
+        """(4, 4) voxel index (column, row, layer) to RAS+ mm."""
+        first = self.slices[0]
+        along_row, along_column = np.reshape(first.orientation, (2, 3))
+        rows_mm, columns_mm = first.pixel_spacing_mm
+        affine = np.eye(4)
+        affine[:3, 0] = along_row * columns_mm
+        affine[:3, 1] = along_column * rows_mm
+        affine[:3, 2] = normal_of(first) * self.spacing_mm
+        affine[:3, 3] = first.position_mm
+        if self.is_tilted:
+            row, column = self.shifts.min(axis=0)
+            affine[:3, 3] += column * affine[:3, 0] + row * affine[:3, 1]
+        return np.asarray(LPS_TO_RAS @ affine)
+
+
+def normal_of(slice_: Slice) -> npt.NDArray[np.float64]:
+    """(3,) LPS+: the unit vector from which rows and columns are seen as they are stored, right-handed."""
+    along_row, along_column = np.reshape(slice_.orientation, (2, 3))
+    normal = np.cross(along_row, along_column)
+    return np.asarray(normal / np.linalg.norm(normal))
+
+
+def stacks_of(slices: Sequence[Slice]) -> list[Stack]:
+    """Every stack of two slices or more among loose slices, the one with most voxels first."""
+    stacks = [
+        _stack(part, [*odd, *cut])
+        for group in _groups(slices)
+        for one, odd in [_each_place_once(group)]
+        for part, cut in _parts(one)
+        if len(part) > 1
+    ]
+    return sorted(stacks, key=lambda stack: (-np.prod(stack.shape), stack.series.number, stack.series.uid))
+
+
+def _groups(slices: Sequence[Slice]) -> list[list[Slice]]:
+    """Slices of one series, size, pixel spacing and orientation, each group in order along its normal."""
+    groups: list[list[Slice]] = []
+    for slice_ in slices:
+        fitting = (group for group in groups if _fits(slice_, group[0]))
+        group = next(fitting, None)
+        if group is None:
+            groups.append([slice_])
+        else:
+            group.append(slice_)
+    return [sorted(group, key=lambda s: (_height(s, group[0]), s.instance)) for group in groups]
+
+
+def _fits(one: Slice, other: Slice) -> bool:
+    return (
+        one.series.uid == other.series.uid
+        and one.shape == other.shape
+        and np.allclose(one.pixel_spacing_mm, other.pixel_spacing_mm, rtol=1e-3)
+        and np.allclose(one.orientation, other.orientation, rtol=0, atol=SAME_DIRECTION)
+    )
+
+
+def _height(slice_: Slice, first: Slice) -> float:
+    """mm along the normal of ``first``, from the scanner's origin."""
+    return float(np.dot(normal_of(first), slice_.position_mm))
+
+
+def _each_place_once(group: list[Slice]) -> tuple[list[Slice], list[str]]:
+    """The group without slices that share a place: one acquisition of several, or the first by instance number."""
+    kept = _unique(group)
+    if len(kept) == len(group):
+        return group, []
+    acquisitions = {slice_.acquisition for slice_ in group}
+    by_acquisition = [[s for s in group if s.acquisition == number] for number in sorted(acquisitions)]
+    best = max(by_acquisition, key=lambda part: len(_unique(part)))
+    if len(acquisitions) > 1 and len(_unique(best)) == len(best):
+        said = f"the series holds {len(acquisitions)} acquisitions; number {best[0].acquisition} was read"
+        return best, [f"{said} ({len(best)} of {len(group)} slices)"]
+    twice = len(group) - len(kept)
+    return kept, [f"{twice} slices lie where another one does and were left out (the lower instance number stays)"]
+
+
+def _unique(group: list[Slice]) -> list[Slice]:
+    heights = [_height(slice_, group[0]) for slice_ in group]
+    return [s for i, s in enumerate(group) if i == 0 or heights[i] - heights[i - 1] > SAME_PLACE_MM]
+
+
+def _parts(group: list[Slice]) -> list[tuple[list[Slice], list[str]]]:
+    """The group cut at gaps that are too wide to bridge; each part knows what was cut off."""
+    heights = np.array([_height(slice_, group[0]) for slice_ in group])
+    gaps = np.diff(heights)
+    usual = float(np.median(gaps)) if len(gaps) else 0.0
+    cuts = np.flatnonzero(gaps > max(SPLIT_GAP_MM, 3 * usual)) + 1
+    bounds = [0, *map(int, cuts), len(group)]
+    parts = [group[a:b] for a, b in pairwise(bounds)]
+    if len(parts) == 1:
+        return [(group, [])]
+    widest = float(gaps[cuts - 1].max())
+    return [
+        (part, [f"the series has a gap of {widest:.4g} mm; {len(group) - len(part)} slices beyond it were left out"])
+        for part in parts
+    ]
+
+
+def _stack(slices: list[Slice], warnings: list[str]) -> Stack:
+    heights = np.array([_height(slice_, slices[0]) for slice_ in slices])
+    layers, spacing, uneven = _layers(heights)
+    normal = normal_of(slices[0])
+    along_row, along_column = np.reshape(slices[0].orientation, (2, 3))
+    rows_mm, columns_mm = slices[0].pixel_spacing_mm
+    moved = np.array([slice_.position_mm for slice_ in slices]) - np.array(slices[0].position_mm)
+    sideways = moved - np.outer(moved @ normal, normal)
+    shifts = np.stack([sideways @ along_column / rows_mm, sideways @ along_row / columns_mm], axis=1)
+    tilt = float(np.degrees(np.arctan2(np.linalg.norm(sideways[-1]), heights[-1] - heights[0])))
+    stack = Stack(tuple(slices), tuple(layers), spacing, shifts, tilt, (*warnings, *uneven))
+    if not stack.is_tilted:
+        return stack
+    reach = float(np.linalg.norm(sideways, axis=1).max())
+    said = (
+        f"slices tilted by {tilt:.1f} degrees (gantry tilt) were shifted by up to {reach:.3g} mm onto an upright "
+        "grid; the mask lies on that grid"
+    )
+    return Stack(stack.slices, stack.layers, spacing, shifts, tilt, (*stack.warnings, said))
+
+
+def _layers(heights: npt.NDArray[np.float64]) -> tuple[list[Layer], float, list[str]]:
+    """Evenly spaced layers from the slices' heights (mm, ascending): (layers, spacing_mm, warnings)."""
+    span = float(heights[-1] - heights[0])
+    count = round(span / float(np.median(np.diff(heights)))) + 1
+    spacing = span / (count - 1)
+    places = np.rint((heights - heights[0]) / spacing).astype(int)
+    off = np.abs(heights - heights[0] - places * spacing).max() / spacing
+    wanted = heights[0] + np.arange(count) * spacing
+    if off > EVEN_SHARE or len(set(places)) < len(places):
+        gaps = np.diff(heights)
+        said = f"uneven slice spacing ({gaps.min():.3g} to {gaps.max():.3g} mm) was made even at {spacing:.3g} mm"
+        return [_between(heights, height) for height in wanted], spacing, [said]
+    at = dict(zip(places.tolist(), range(len(places)), strict=True))
+    missing = [i for i in range(count) if i not in at]
+    layers = [Layer(at[i], at[i], 0.0) if i in at else _between(heights, wanted[i]) for i in range(count)]
+    if not missing:
+        return layers, spacing, []
+    named = ", ".join(f"{wanted[i]:.4g}" for i in missing[:8]) + (", ..." if len(missing) > 8 else "")
+    noun = "missing slice was" if len(missing) == 1 else "missing slices were"
+    return layers, spacing, [f"{len(missing)} {noun} interpolated from the neighbours (at {named} mm)"]
+
+
+def _between(heights: npt.NDArray[np.float64], wanted: float) -> Layer:
+    """The slices above and below a height, and the weight of the upper one; a slice that is all but there alone."""
+    upper = int(np.clip(np.searchsorted(heights, wanted), 1, len(heights) - 1))
+    weight = float(np.clip((wanted - heights[upper - 1]) / (heights[upper] - heights[upper - 1]), 0, 1))
+    if weight < EVEN_SHARE:
+        return Layer(upper - 1, upper - 1, 0.0)
+    return Layer(upper, upper, 0.0) if weight > 1 - EVEN_SHARE else Layer(upper - 1, upper, weight)
