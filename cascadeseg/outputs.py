@@ -95,13 +95,8 @@ def plan(scans: Sequence[Found], wishes: Wishes, *, several: bool) -> list[Job]:
         OutputError: a place that cannot be written, that is taken, or that two scans would share.
         ConfigError: wishes that contradict each other.
     """
-    if several and (wishes.report or wishes.preview):
-        option = "--report" if wishes.report else "--preview"
-        raise ConfigError(
-            f"{option} {wishes.report or wishes.preview}",
-            "one file for several scans",
-            remedy=f"give {option} without a name: each scan then has its own, beside its mask",
-        )
+    if several:
+        _refuse_single_files(wishes)
     jobs = [_job(found, wishes, several) for found in scans]
     _refuse_clashes(jobs)
     for job in jobs:
@@ -113,6 +108,17 @@ def plan(scans: Sequence[Found], wishes: Wishes, *, several: bool) -> list[Job]:
         for path in job.outputs[1:]:
             check_place(path)
     return jobs
+
+
+def _refuse_single_files(wishes: Wishes) -> None:
+    """Several scans cannot share one file."""
+    for option, wish in (("--report", wishes.report), ("--preview", wishes.preview)):
+        if wish:
+            remedy = f"give {option} without a name: each scan then has its own, beside its mask"
+            raise ConfigError(f"{option} {wish}", "one file for several scans", remedy=remedy)
+    output = wishes.output or ""
+    if suffix_of(output) in MASK_SUFFIXES and not _is_folder(output):
+        raise OutputError(output, "one file for several scans", "a folder")
 
 
 def _job(found: Found, wishes: Wishes, several: bool) -> Job:

@@ -380,6 +380,8 @@ def test_mistakes_in_the_call_are_one_line(tmp_path: Path, refused: Refused) -> 
     refused(["infer", scan, "--quiet", "--verbose"], "not allowed with")
     refused(["infer", scan, other, "--report", "r.json"], "--report r.json: one file for several scans")
     refused(["infer", scan, other, "--preview", "p.png"], "--preview p.png: one file for several scans")
+    refused(["infer", scan, other, "-o", "m.nii.gz"], "m.nii.gz: one file for several scans; expected a folder")
+    refused(["infer", ".", "-o", "m.nii.gz"], "m.nii.gz: one file for several scans; expected a folder")
     refused(["infer", scan, "--report", other], "expected a name that ends in .json; give the scans before --report")
     refused(["infer", scan, "--preview", "p.jpg"], "a name that ends in .png")
 
@@ -497,6 +499,21 @@ def test_evaluate_two_folders_by_name(tmp_path: Path, capsys: pytest.CaptureFixt
     assert [line.split()[0] for line in out.splitlines() if "right" in line] == ["p1", "p2"]
     assert "p3.nii.gz: no prediction of this name" in err
     assert "1 of 3 scans failed" in err
+
+
+def test_evaluate_tells_scans_references_and_predictions_in_one_folder_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("infer", make_scan(tmp_path / "a.nii.gz"), "--quiet")
+    labels = nibabel.load(tmp_path / "a_lungs.nii.gz")
+    nibabel.save(nibabel.Nifti1Image(np.zeros(SHAPE, np.uint8), labels.affine), tmp_path / "a_ref.nii.gz")
+    capsys.readouterr()
+    assert run("evaluate", tmp_path, tmp_path) == 0
+    assert capsys.readouterr().out.splitlines()[2].split()[-4:-2] == ["13", "0"], "ml of the prediction, of the truth"
+    assert run("evaluate", tmp_path / "a_ref.nii.gz", tmp_path / "a_lungs.nii.gz") == 0
+    (tmp_path / "a_seg.mha").write_text("")
+    assert run("evaluate", tmp_path, tmp_path) == 2
+    assert "a_seg.mha: the same case as a_ref.nii.gz by its name" in capsys.readouterr().err
 
 
 def test_evaluate_refuses_in_one_line(tmp_path: Path, refused: Refused) -> None:

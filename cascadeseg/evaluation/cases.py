@@ -10,12 +10,13 @@ from cascadeseg.errors import ScanError
 from cascadeseg.evaluation.metrics import evaluate
 from cascadeseg.evaluation.tables import Case
 from cascadeseg.formats import MASK_SUFFIXES, read_labels, stem_of, suffix_of
-from cascadeseg.formats.names import MASK_ENDINGS
+from cascadeseg.formats.names import MASK_ENDINGS, is_mask_name
 from cascadeseg.geometry import canonical_view
 from cascadeseg.labels import BACKGROUND, IGNORE, LUNGS
 
 GRID_TOLERANCE_MM = 0.1
 """Headers that differ by less say the same: formats round differently."""
+OUR_ENDING = "_lungs"
 
 
 def pair(prediction: Path, reference: Path) -> tuple[list[tuple[Path, Path]], list[Path]]:
@@ -24,7 +25,8 @@ def pair(prediction: Path, reference: Path) -> tuple[list[tuple[Path, Path]], li
     Args:
         prediction: a mask, or a folder of masks.
         reference: its reference, or a folder of references. Names match without suffix and without what marks a
-            mask or a channel (``_lungs``, ``_ref``, ``_0000``, ...).
+            mask or a channel (``_lungs``, ``_ref``, ``_0000``, ...). In a folder where some names end as masks do,
+            the others are scans; of two masks of one scan, ``_lungs`` is the prediction.
 
     Raises:
         ScanError: there is nothing there, one is a file and the other a folder, two files of a folder have one
@@ -38,7 +40,7 @@ def pair(prediction: Path, reference: Path) -> tuple[list[tuple[Path, Path]], li
         raise ScanError(file, f"a file, and {folder} a folder", "two files or two folders")
     if not prediction.is_dir():
         return [(prediction, reference)], []
-    predictions, references = _named(prediction), _named(reference)
+    predictions, references = _named(prediction, predicted=True), _named(reference, predicted=False)
     common = [name for name in references if name in predictions]
     if not common:
         found = f"none of its names is among those of {prediction}"
@@ -78,16 +80,21 @@ def case_name(path: Path) -> str:
     return name
 
 
-def _named(folder: Path) -> dict[str, Path]:
-    named: dict[str, Path] = {}
-    for path in sorted(folder.iterdir()):
-        if suffix_of(path) in MASK_SUFFIXES and not path.name.startswith("."):
-            other = named.setdefault(case_name(path), path)
-            if other != path:
-                raise ScanError(path, f"the same case as {other.name} by its name", "one mask for each case")
-    if not named:
+def _named(folder: Path, *, predicted: bool) -> dict[str, Path]:
+    """The masks of a folder by the name of their case."""
+    files = [path for path in sorted(folder.iterdir()) if suffix_of(path) in MASK_SUFFIXES]
+    files = [path for path in files if not path.name.startswith(".")]
+    masks = [path for path in files if is_mask_name(path)] or files
+    if not masks:
         raise ScanError(folder, "no mask in this folder", f"files that end in {' '.join(MASK_SUFFIXES)}")
-    return named
+    by_role: dict[tuple[str, bool], Path] = {}
+    for path in masks:
+        key = case_name(path), stem_of(path).endswith(OUR_ENDING)
+        other = by_role.setdefault(key, path)
+        if other != path:
+            raise ScanError(path, f"the same case as {other.name} by its name", "one mask for each case")
+    cases = dict.fromkeys(name for name, _ in by_role)
+    return {name: by_role.get((name, predicted)) or by_role[name, not predicted] for name in cases}
 
 
 def _shape(shape: tuple[int, ...]) -> str:
