@@ -64,7 +64,7 @@ def cage_section(z: Tensor, torso: Torso) -> CageSection:
     up = t.clamp(0, 1.25)
     low = (-t - 0.2).clamp(0, 1.5)
     a = torso.half_width * (1 - torso.width_taper * up**2.3 - 0.14 * low)
-    front = torso.half_depth * (1 - torso.front_taper * ((t - 0.3) / 0.7).clamp(0, 1.3) ** 1.4)
+    front = torso.half_depth * (1 - torso.front_taper * ((t - 0.38) / 0.62).clamp(0, 1.3) ** 1.6)
     back = -torso.half_depth * (1 - torso.back_taper * ((t - 0.5) / 0.5).clamp(0, 1.3) ** 1.5 - 0.12 * low)
     return CageSection(a, front, back)
 
@@ -165,9 +165,11 @@ def diaphragm_height(x: Tensor, y: Tensor, patient: Patient, side: int) -> Tenso
 
 def apex_height(x: Tensor, y: Tensor, patient: Patient, side: int) -> Tensor:
     chest = patient.chest
-    u = (x - SIDES[side] * chest.apex_x) / 56
-    v = (y - chest.apex_y) / 54
-    return patient.torso.height - chest.apex_dip[side] - 52 * (u.square() + v.square())
+    u = (x - SIDES[side] * chest.apex_x) / 58
+    v = (y - chest.apex_y) / 62
+    q = u.square() + v.square()
+    # Blunt on top, steep towards the ribs.
+    return patient.torso.height - chest.apex_dip[side] - 20 * q - 24 * q * q.clamp(max=4)
 
 
 def spine_y(z: Tensor, patient: Patient) -> Tensor:

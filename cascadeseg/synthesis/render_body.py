@@ -42,6 +42,11 @@ def body_shapes(scene: Scene) -> Shapes:
     skin = smooth_min(skin, head * scene.scale - 3, 12)
     if torso.breast:
         skin = smooth_min(skin, _breasts(scene) * scene.scale, 14)
+    vessels = anatomy.great_vessels(patient)
+    large = Beads.joined([*vessels.values(), anatomy.airways(patient), anatomy.oesophagus(patient)]).grown(1.5)
+    # The lungs follow the great vessels: aortic knob, caval vein, subclavian grooves.
+    contents = scene.coarse_splat(large, 14.0)
+    between = smooth_min(normalised(anatomy.mediastinum(p, patient)), contents, 8)
     heights = [anatomy.diaphragm_height(x, y, patient, side) for side in (0, 1)]
     both = torch.lerp(heights[1], heights[0], torch.sigmoid(x / 12))
     return Shapes(
@@ -50,7 +55,7 @@ def body_shapes(scene: Scene) -> Shapes:
         cage=normalised(anatomy.cage(p, torso)),
         diaphragm=(normalised(heights[0] - z), normalised(heights[1] - z)),
         below=normalised(z - both),
-        mediastinum=normalised(anatomy.mediastinum(p, patient)),
+        mediastinum=between,
     )
 
 
@@ -125,9 +130,9 @@ def paint_body(scene: Scene, shapes: Shapes) -> None:
     seed = hu.texture_seed
     grain = scene.noise(seed + 1, 7.0, part)
     muscle = scene.filled(scene.up(shapes.muscle, part))
-    # Sheets of fat between the muscles, and one plane of it around the ribs.
-    streaks = (grain - 1.0).clamp_(0, 0.8)
-    muscle.mul_(1 - streaks)
+    # Sheets of fat between the muscles: where a broad field crosses zero, wider in fat people.
+    sheets = scene.noise(seed + 2, 17.0, part).abs_().mul_(-4.5).add_(0.35 + 0.02 * min(torso.fat, 40.0))
+    muscle.mul_(sheets.add_(grain, alpha=0.3).clamp_(0, 0.9).neg_().add_(1))
     inner = torch.lerp(
         torch.full((), hu.fat, device=scene.device), torch.full((), hu.muscle, device=scene.device), muscle
     )
