@@ -106,7 +106,9 @@ def main() -> None:
     parser.add_argument("--preset", default="default")
     parser.add_argument("--spacing", type=float, default=2.0)
     parser.add_argument("--scan", type=Path, nargs="*", default=[])
+    parser.add_argument("--panel", type=int, default=PANEL, help="height of a picture in pixels")
     args = parser.parse_args()
+    globals()["PANEL"] = args.panel
     rows = [synthetic(seed, args.preset, args.spacing) for seed in args.seeds] + [scanned(p) for p in args.scan]
     sheet = Image.new("RGB", (max(r.width for r in rows), sum(r.height for r in rows)))
     y = 0

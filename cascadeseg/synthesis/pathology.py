@@ -155,7 +155,7 @@ def _paint_patches(
     dense = dense.clamp_(0, 1).mul_(strength).mul_(weight)
     grain = scene.noise(f.seed + key + 8, 5.0, lung.part).mul_(14).add_(f.dense_hu)
     scene.hu[lung.part].lerp_(grain, dense)
-    scene.tissue[lung.part].masked_fill_(dense > 0.3, int(tissue))
+    scene.tissue[lung.part].masked_fill_((dense > 0.3) & (weight > 0.5), int(tissue))
 
 
 def fissure(scene: Scene, side: int) -> tuple[Tensor, Tensor]:
@@ -217,7 +217,7 @@ def _paint_fibrosis(scene: Scene, lung: Lung, weight: Tensor) -> None:
     scene.hu[lung.part].lerp_(grain, dense)
     holes = ((net - 0.9).clamp_(min=0) * zone * (f.fibrosis > 0.6)).mul_(weight).clamp_(0, 1)
     scene.hu[lung.part].lerp_(torch.full((), -940.0, device=scene.device), holes)
-    scene.tissue[lung.part].masked_fill_(dense > 0.35, int(Tissue.FIBROSIS))
+    scene.tissue[lung.part].masked_fill_((dense > 0.35) & (weight > 0.5), int(Tissue.FIBROSIS))
 
 
 def _lung_frame(scene: Scene, side: int) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,148 @@
+"""Synthetic scans as files in nnU-Net's raw layout, and as a torch dataset that makes them as they are asked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from cascadeseg.errors import OutputError
+from cascadeseg.labels import LUNGS
+from cascadeseg.synthesis.config import SynthesisConfig
+from cascadeseg.synthesis.patient import Patient, sample_patient
+from cascadeseg.synthesis.render import Phantom, render
+
+if TYPE_CHECKING:
+    from cascadeseg.geometry import Grid
+
+Spacing = float | tuple[float, float, float]
+Progress = Callable[[str, float], None]
+
+
+def write_dataset(
+    out: Path | str,
+    count: int,
+    seed: int = 0,
+    spacing_mm: Spacing | None = None,
+    config: SynthesisConfig | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Write ``count`` synthetic scans with their labels: ``imagesTr``, ``labelsTr``, ``dataset.json``.
+
+    Case ``synth_00007`` is the patient of seed 7. A case that is already there, scan and labels, is kept, so an
+    interrupted run goes on where it stopped.
+
+    Args:
+        out: the folder.
+        count: how many; their seeds are ``seed .. seed + count - 1``.
+        seed: of the first.
+        spacing_mm: voxel size; None for what each patient's scanner saved.
+        config: which patients.
+        progress: called with a case's name and the finished share, 0 to 1.
+
+    Raises:
+        OutputError: the folder cannot be written.
+    """
+    folder = Path(out)
+    try:
+        for name in ("imagesTr", "labelsTr"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        for number in range(count):
+            name = f"synth_{seed + number:05d}"
+            if progress is not None:
+                progress(name, number / count)
+            _write_case(folder, name, seed + number, spacing_mm, config)
+        _write_json(folder)
+    except OSError as error:
+        raise OutputError(folder, f"cannot be written: {error.strerror or error}", remedy="choose another") from error
+    if progress is not None:
+        progress("done", 1.0)
+
+
+def _write_case(folder: Path, name: str, seed: int, spacing_mm: Spacing | None, config: SynthesisConfig | None) -> None:
+    scan, labels = folder / "imagesTr" / f"{name}_0000.nii.gz", folder / "labelsTr" / f"{name}.nii.gz"
+    if scan.exists() and labels.exists():
+        return
+    patient = sample_patient(seed, config)
+    phantom = render(patient, patient.field_of_view(spacing_mm or _saved_spacing(patient)))
+    _write_volume(phantom.hu.round().clamp(-32768, 32767).to(torch.int16).numpy(), phantom.grid, scan)
+    _write_volume(phantom.labels.numpy(), phantom.grid, labels)
+
+
+def _saved_spacing(patient: Patient) -> tuple[float, float, float]:
+    x, y, z = patient.native_spacing_mm
+    return x, y, z * patient.scanner.slice_step
+
+
+def _write_volume(voxels: np.ndarray[Any, np.dtype[Any]], grid: Grid, path: Path) -> None:
+    """A NIfTI file under a temporary name, then renamed: never half a volume."""
+    import nibabel
+
+    image = nibabel.Nifti1Image(voxels, grid.affine, dtype=voxels.dtype)
+    image.header.set_xyzt_units("mm")
+    image.set_qform(grid.affine, code=1)
+    image.set_sform(grid.affine, code=1)
+    unfinished = path.with_name(f".{path.name.removesuffix('.nii.gz')}.part.nii.gz")
+    nibabel.save(image, unfinished)
+    unfinished.replace(path)
+
+
+def _write_json(folder: Path) -> None:
+    cases = sorted(path.name.removesuffix(".nii.gz") for path in (folder / "labelsTr").glob("*.nii.gz"))
+    cases = [case for case in cases if not case.startswith(".")]
+    content = {
+        "name": "cascadeseg synthetic chest CT",
+        "description": "Procedural anatomy; no patient data.",
+        "channel_names": {"0": "CT"},
+        "labels": {"background": 0} | {label.name: label.value for label in LUNGS},
+        "numTraining": len(cases),
+        "file_ending": ".nii.gz",
+    }
+    path = folder / "dataset.json"
+    unfinished = path.with_name(".dataset.json.part")
+    unfinished.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    unfinished.replace(path)
+
+
+class SyntheticDataset(Dataset[dict[str, Any]]):
+    """Synthetic scans made as they are asked for: item ``i`` is the patient of seed ``seed + i``.
+
+    Put it into a `torch.utils.data.DataLoader` with workers to be ahead of the consumer. Volumes differ in size:
+    use a batch size of one, or a ``transform`` that crops.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        seed: int = 0,
+        spacing_mm: Spacing = 2.0,
+        config: SynthesisConfig | None = None,
+        transform: Callable[[Phantom], dict[str, Any]] | None = None,
+    ) -> None:
+        self._count, self._seed, self._spacing_mm = count, seed, spacing_mm
+        self._config = config
+        self._transform = transform or _as_dict
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not 0 <= index < self._count:
+            raise IndexError(index)
+        patient = sample_patient(self._seed + index, self._config)
+        return self._transform(render(patient, patient.field_of_view(self._spacing_mm)))
+
+
+def _as_dict(phantom: Phantom) -> dict[str, Any]:
+    """``hu`` (X, Y, Z) float32, ``labels`` and ``tissues`` (X, Y, Z) uint8, ``affine`` (4, 4)."""
+    return {
+        "hu": phantom.hu,
+        "labels": phantom.labels,
+        "tissues": phantom.tissues,
+        "affine": torch.from_numpy(phantom.grid.affine.copy()),
+    }

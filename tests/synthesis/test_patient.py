@@ -1,0 +1,67 @@
+"""Sampling patients: ranges, groups that switch, fields of view."""
+
+from dataclasses import replace
+
+import numpy as np
+
+from cascadeseg.synthesis import PRESETS, SynthesisConfig, sample_patient
+from cascadeseg.synthesis.config import AcquisitionConfig, PathologyConfig
+
+
+def test_presets_are_there() -> None:
+    assert {"default", "healthy", "covid", "effusion", "abdomen"} <= set(PRESETS)
+    assert PRESETS["default"] == SynthesisConfig()
+
+
+def test_groups_switch_alone() -> None:
+    whole = sample_patient(5)
+    quiet = sample_patient(5, replace(SynthesisConfig(), acquisition=AcquisitionConfig(noise=0.0)))
+    assert quiet.scanner.noise_hu == 0
+    assert quiet.scanner == replace(whole.scanner, noise_hu=0.0)
+    assert quiet.torso == whole.torso
+    assert quiet.findings == whole.findings
+
+
+def test_no_pathology_means_none() -> None:
+    config = SynthesisConfig(pathology=PathologyConfig(rate=0.0))
+    for seed in range(60):
+        f = sample_patient(seed, config).findings
+        assert f.ground_glass == f.consolidation == f.fibrosis == f.bullae == 0
+        assert f.effusion == f.pneumothorax == f.emphysema == f.raised == (0.0, 0.0)
+        assert f.missing == (0, 0)
+        assert f.devices == f.lesions == ()
+
+
+def test_findings_come_at_their_rates() -> None:
+    sick = SynthesisConfig(pathology=PathologyConfig(healthy_share=0.0))
+    findings = [sample_patient(seed, sick).findings for seed in range(400)]
+    assert 0.2 < np.mean([f.ground_glass > 0 for f in findings]) < 0.36
+    assert 0.2 < np.mean([f.effusion[0] > 0 for f in findings]) < 0.3
+    assert 0.22 < np.mean([len(f.lesions) > 0 for f in findings]) < 0.38
+
+
+def test_views_are_mixed_and_fields_range_from_small_to_700_mm() -> None:
+    patients = [sample_patient(seed) for seed in range(400)]
+    kinds = [p.view.kind for p in patients]
+    assert 0.36 < kinds.count("chest") / 400 < 0.54
+    assert 0.05 < kinds.count("one_lung") / 400 < 0.16
+    widths = [p.view.width for p in patients]
+    assert min(widths) < 200
+    assert 600 < max(widths) <= 700
+
+
+def test_the_field_of_view_is_one_lattice_at_any_spacing() -> None:
+    patient = sample_patient(9)
+    for spacing in (2.0, (0.8, 0.8, 3.0)):
+        grid = patient.field_of_view(spacing)
+        steps = np.broadcast_to(np.asarray(spacing), (3,))
+        assert np.allclose(grid.spacing_mm, steps)
+        first = grid.affine[:3, 3] / steps
+        assert np.allclose(first, np.round(first))
+        assert abs(grid.shape[0] * steps[0] - patient.view.width) <= steps[0]
+
+
+def test_native_spacing_is_a_scanners() -> None:
+    spacings = np.array([sample_patient(seed).native_spacing_mm for seed in range(300)])
+    assert 0.4 <= spacings[:, 0].min() <= spacings[:, 0].max() <= 1.2
+    assert 0.5 <= spacings[:, 2].min() <= spacings[:, 2].max() <= 8

@@ -1,0 +1,162 @@
+"""What a phantom must be, whatever it shows."""
+
+import numpy as np
+import pytest
+import torch
+
+from cascadeseg.geometry import Box, Grid
+from cascadeseg.synthesis import PRESETS, Patient, Tissue, render, sample_patient
+
+SPACING = 5.0
+
+
+def around_the_chest(
+    patient: Patient, spacing: float = SPACING, half: tuple[float, float, float] = (180, 150, 190)
+) -> Grid:
+    """A grid about the patient's middle line, symmetric in x: made to be compared with its mirror image."""
+    x, y, z = patient.torso.offset
+    centre = np.array([x, y, z + 0.35 * patient.torso.height * patient.torso.size])
+    shape = [2 * round(h / spacing) + 1 for h in half]
+    return Grid.axis_aligned(shape, (spacing,) * 3, centre - np.asarray(half) // spacing * spacing)
+
+
+@pytest.mark.parametrize("preset", ["default", "healthy", "covid", "effusion", "abdomen"])
+def test_the_same_seed_gives_the_same_voxels(preset: str) -> None:
+    scans = []
+    for _ in range(2):
+        patient = sample_patient(3, PRESETS[preset])
+        scans.append(render(patient, patient.field_of_view(8.0)))
+    assert torch.equal(scans[0].hu, scans[1].hu)
+    assert torch.equal(scans[0].labels, scans[1].labels)
+    assert torch.equal(scans[0].tissues, scans[1].tissues)
+
+
+def test_another_seed_gives_another_patient() -> None:
+    assert sample_patient(1).torso != sample_patient(2).torso
+
+
+@pytest.mark.parametrize(
+    ("seed", "preset", "spacing"),
+    [(5, "default", 4.0), (11, "intensive_care", 5.0), (12, "fibrosis", (3.0, 3.0, 6.0)), (13, "oncology", 4.0)],
+)
+def test_a_box_equals_the_same_box_cut_from_the_whole(seed: int, preset: str, spacing: float) -> None:
+    patient = sample_patient(seed, PRESETS[preset])
+    grid = patient.field_of_view(spacing)
+    whole = render(patient, grid)
+    a, b, c = grid.shape
+    box = Box((a // 4, b // 5, c // 3), (3 * a // 4, 4 * b // 5, 2 * c // 3))
+    part = render(patient, grid.cropped(box))
+    assert torch.equal(part.labels, whole.labels[box.slices])
+    # Matrix products of another size may round differently in the last bit, then to the neighbouring whole HU.
+    assert (part.hu - whole.hu[box.slices]).abs().max() <= 1
+    assert part.hu.shape == part.labels.shape == part.tissues.shape == box.shape
+
+
+def test_values_and_types() -> None:
+    patient = sample_patient(2, PRESETS["healthy"])
+    phantom = render(patient, patient.field_of_view(6.0))
+    assert phantom.hu.dtype == torch.float32
+    assert phantom.labels.dtype == phantom.tissues.dtype == torch.uint8
+    assert set(phantom.labels.unique().tolist()) == {0, 1, 2}
+    assert set(phantom.tissues.unique().tolist()) <= {int(t) for t in Tissue}
+    assert torch.equal(phantom.hu, phantom.hu.round())
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_healthy_lungs_are_one_piece_each_and_of_human_size(seed: int) -> None:
+    from scipy.ndimage import label
+
+    patient = sample_patient(seed, PRESETS["healthy"])
+    phantom = render(patient, around_the_chest(patient, 3.0))
+    size = patient.torso.size**3
+    for value in (1, 2):
+        pieces, count = label(phantom.labels.numpy() == value)
+        sizes = np.sort(np.bincount(pieces.ravel())[1:])[::-1]
+        assert count == 1 or sizes[1] < 0.002 * sizes[0]
+        assert 700 * size < sizes[0] * 0.027 < 5000 * size
+
+
+def test_right_and_left_lie_where_the_patient_has_them() -> None:
+    patient = sample_patient(1, PRESETS["healthy"])
+    labels = render(patient, around_the_chest(patient)).labels
+    x = [torch.nonzero(labels == value)[:, 0].float().mean() for value in (1, 2)]
+    assert x[0] > x[1]
+
+
+def test_mirrored_anatomy_swaps_the_labels() -> None:
+    patient = sample_patient(1, PRESETS["healthy"])
+    grid = around_the_chest(patient)
+    labels, mirrored = render(patient, grid).labels, render(patient.mirrored(), grid).labels
+    swapped = mirrored.flip(0)
+    swapped = torch.where(swapped == 0, 0, 3 - swapped)
+    for value in (1, 2):
+        # Not voxel for voxel: the lattice and the roughness of the contours stay where they are in the world.
+        both = ((swapped == value) & (labels == value)).sum()
+        assert 2 * both / ((swapped == value).sum() + (labels == value).sum()) > 0.97
+
+
+def test_labels_do_not_depend_on_the_spacing() -> None:
+    patient = sample_patient(4, PRESETS["healthy"])
+    coarse = around_the_chest(patient, 6.0)
+    fine = Grid.axis_aligned([3 * n - 2 for n in coarse.shape], (2.0,) * 3, coarse.affine[:3, 3])
+    same = render(patient, coarse).labels == render(patient, fine).labels[::3, ::3, ::3]
+    assert same.float().mean() > 0.9995
+
+
+def test_tissues_have_their_hu() -> None:
+    patient = sample_patient(6, PRESETS["healthy"])
+    phantom = render(patient, around_the_chest(patient, 3.0))
+    for tissue, low, high in (
+        (Tissue.AIR, -1060, -930),
+        (Tissue.FAT, -160, -40),
+        (Tissue.MUSCLE, -20, 110),
+        (Tissue.LUNG, -960, -500),
+        (Tissue.LIVER, -30, 180),
+        (Tissue.AIRWAY, -1060, -850),
+    ):
+        assert low < float(phantom.hu[phantom.tissues == int(tissue)].median()) < high, tissue
+
+
+def test_the_label_keeps_sick_lung_and_leaves_out_airway_fluid_and_free_air() -> None:
+    for seed in range(40, 44):
+        patient = sample_patient(seed, PRESETS["intensive_care"])
+        phantom = render(patient, around_the_chest(patient))
+        inside = phantom.labels > 0
+        for tissue in (Tissue.AIRWAY, Tissue.EFFUSION, Tissue.PNEUMOTHORAX, Tissue.EMPTY_HEMITHORAX, Tissue.HEART):
+            here = phantom.tissues == int(tissue)
+            assert int((here & inside).sum()) <= 0.02 * int(here.sum()) + 2, tissue
+        solid = phantom.tissues == int(Tissue.CONSOLIDATION)
+        assert int((solid & inside).sum()) >= 0.95 * int(solid.sum())
+
+
+def test_lung_free_views_are_nearly_lung_free() -> None:
+    shares = []
+    for seed in range(6):
+        patient = sample_patient(seed, PRESETS["abdomen"])
+        shares.append(float((render(patient, patient.field_of_view(8.0)).labels > 0).float().mean()))
+    assert float(np.median(shares)) < 0.005
+
+
+def test_thick_slices_are_blurred_along_z() -> None:
+    from dataclasses import replace
+
+    patient = sample_patient(1, PRESETS["healthy"])
+    edges = []
+    for slice_mm in (1.0, 8.0):
+        scanner = replace(
+            patient.scanner, slice_mm=slice_mm, slice_step=1.0, noise_hu=0.0, streaks_hu=0.0, stairs=False
+        )
+        thick = replace(patient, scanner=scanner)
+        hu = render(thick, around_the_chest(patient, 3.0)).hu
+        edges.append(float(hu.diff(dim=2).abs().quantile(0.9) if hu.numel() < 10**6 else hu.diff(dim=2).abs().max()))
+    assert edges[1] < 0.75 * edges[0]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cpu_and_cuda_agree() -> None:
+    patient = sample_patient(11, PRESETS["intensive_care"])
+    grid = patient.field_of_view(3.0)
+    here, there = render(patient, grid), render(patient, grid, device="cuda")
+    assert (here.labels != there.labels.cpu()).float().mean() < 1e-4
+    assert ((here.hu - there.hu.cpu()).abs() > 3).float().mean() < 1e-3
