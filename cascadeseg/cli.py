@@ -556,6 +556,8 @@ def _run_demo(options: argparse.Namespace) -> int:
     write_file(files.table, tables.as_json([case]))
     if not options.quiet:
         _say(_summary(files.job, result, seconds))
+        if options.verbose:
+            _say(_details(files.job, result))
         _say("")
         _say(tables.as_text([case]))
         _say("\n".join(f"{path}  {what}" for path, what in files.explained()))
