@@ -38,8 +38,8 @@ def staged(path: Path) -> Iterator[Path]:
     Raises:
         OutputError: the place cannot be written in, or writing failed with an OSError.
     """
-    _refuse(path)
     try:
+        _refuse(path)
         folder = Path(tempfile.mkdtemp(prefix=STAGING_PREFIX, dir=path.parent))
     except OSError as problem:
         found = f"cannot be written ({problem.strerror})"

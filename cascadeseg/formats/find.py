@@ -24,10 +24,13 @@ def find_scans(path: str | Path) -> list[Path]:
         ScanError: there is nothing at the path, or no scan in it.
     """
     path = Path(path)
-    if not path.exists():
-        raise ScanError(path, "no such file or folder")
-    if not path.is_dir():
-        return [path]
+    try:
+        if not path.exists():
+            raise ScanError(path, "no such file or folder")
+        if not path.is_dir():
+            return [path]
+    except OSError as problem:  # a name that is too long, a folder that may not be searched
+        raise ScanError(path, f"cannot be read ({problem.strerror})") from problem
     files = [child for child in _children(path) if child.is_file() and suffix_of(child) in SCAN_SUFFIXES]
     volumes = [file for file in files if suffix_of(file) not in DICOM_SUFFIXES]
     scans = [file for file in volumes if not is_mask_name(file)]

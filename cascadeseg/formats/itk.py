@@ -16,6 +16,7 @@ import SimpleITK
 
 from cascadeseg.errors import ScanError
 from cascadeseg.formats.memory import DEFLATE_LIMIT, refuse_oversized
+from cascadeseg.formats.metaimage import NO_PLACE, checked_header
 from cascadeseg.formats.nifti import volume_shape
 from cascadeseg.formats.placement import LPS_TO_RAS, checked_grid, checked_spacing
 from cascadeseg.formats.scan import Scan
@@ -66,6 +67,7 @@ def read_itk(path: Path, suffix: str, volume: int | None = None) -> Scan:
         ScanError: anything that is not one readable 3D volume.
     """
     SimpleITK.ProcessObject.SetGlobalWarningDisplay(False)  # what matters of them is told by our own checks
+    odd = checked_header(path) if IMAGE_IO[suffix] == "MetaImageIO" else ()
     reader = SimpleITK.ImageFileReader()
     reader.SetImageIO(IMAGE_IO[suffix])
     reader.SetFileName(str(path))
@@ -80,10 +82,12 @@ def read_itk(path: Path, suffix: str, volume: int | None = None) -> Scan:
             rest = reader.GetSize()[3:]
             reader.SetExtractSize([*shape, *[0] * len(rest)])
             reader.SetExtractIndex([0, 0, 0, *map(int, np.unravel_index(index, rest, order="F"))])
+        if IMAGE_IO[suffix] == "NrrdImageIO" and not reader.HasMetaDataKey("NRRD_space"):
+            odd = (NO_PLACE,)
         image = reader.Execute()
     except RuntimeError as problem:
         raise ScanError(path, f"not a readable {suffix[1:]} file ({_reason(problem)})") from problem
-    return scan_of_image(image, str(path))
+    return scan_of_image(image, str(path)).warned(*odd)
 
 
 def scan_of_image(image: Any, source: str) -> Scan:
@@ -163,7 +167,8 @@ def _item_bytes(pixel_id: int) -> int:
 
 
 def _reason(problem: RuntimeError) -> str:
-    """The last telling line of an ITK exception, without the C++ file and object that it came from."""
+    """The telling line of an ITK exception, without the C++ file and object that it came from."""
     lines = [" ".join(line.split()) for line in str(problem).splitlines() if line.strip()]
-    last = lines[-1] if lines else "no reason given"
-    return last.split("): ", 1)[-1].removeprefix("ITK ERROR: ").rstrip(". ")
+    errors = [line for line in lines if "ERROR: " in line]
+    line = lines[-1] if lines and lines[-1].startswith("[nrrd]") else (errors or lines or ["no reason given"])[-1]
+    return line.split("ERROR: ", 1)[-1].split("): ", 1)[-1].rstrip(". ")

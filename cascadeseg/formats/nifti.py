@@ -210,7 +210,7 @@ def _dims(header: Any) -> tuple[int, ...]:
 def _voxel_type(header: Any, path: Path) -> np.dtype[Any]:
     try:
         dtype: np.dtype[Any] = np.dtype(header.get_data_dtype())
-    except HeaderDataError as problem:
+    except (HeaderDataError, KeyError) as problem:
         raise ScanError(path, f"unknown voxel type code {int(header['datatype'])}") from problem
     if dtype.names is not None:
         raise ScanError(path, "a colour image (RGB voxels)", "one number per voxel, in HU")

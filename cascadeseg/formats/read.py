@@ -95,8 +95,15 @@ def _scan_of_array(array: npt.NDArray[Any], affine: npt.ArrayLike | None, source
 
 
 def _read(path: Path, series: str | None, volume: int | None) -> Scan:
+    """Opens a path, whatever it is; failures of disks and permissions become one line."""
+    try:
+        return _opened(path, suffix_of(path), series, volume)
+    except OSError as problem:
+        raise ScanError(path, f"cannot be read ({problem.strerror or problem})") from problem
+
+
+def _opened(path: Path, suffix: str, series: str | None, volume: int | None) -> Scan:
     """Chooses the reader by what the path is. Imports stay inside: each reader loads a large library."""
-    suffix = suffix_of(path)
     if not path.exists():
         raise ScanError(path, "no such file or folder")
     if path.is_dir() or suffix in (".zip", ".dcm", ".ima") or _is_dicom(path):
@@ -107,27 +114,21 @@ def _read(path: Path, series: str | None, volume: int | None) -> Scan:
         return read_dicom(path, series)
     if series is not None:
         raise ScanError(path, "not DICOM, so without series to choose from", "", "leave out --series")
-    try:
-        if suffix in (".mha", ".mhd", ".nrrd", ".nhdr"):
-            from cascadeseg.formats.itk import read_itk
+    if suffix in (".mha", ".mhd", ".nrrd", ".nhdr"):
+        from cascadeseg.formats.itk import read_itk
 
-            return read_itk(path, suffix, volume)
-        if suffix in (".nii", ".nii.gz", ".hdr", ".img"):
-            from cascadeseg.formats.nifti import read_nifti
+        return read_itk(path, suffix, volume)
+    if suffix in (".nii", ".nii.gz", ".hdr", ".img"):
+        from cascadeseg.formats.nifti import read_nifti
 
-            return read_nifti(path, volume)
-    except OSError as problem:
-        raise ScanError(path, f"cannot be read ({problem.strerror or problem})") from problem
+        return read_nifti(path, volume)
     expected = "NIfTI, MHA/MHD, NRRD or DICOM"
     raise ScanError(path, f"unknown kind of file ({suffix or 'no suffix'})", expected)
 
 
 def _is_dicom(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return file.read(132)[128:] == b"DICM"
-    except OSError as problem:
-        raise ScanError(path, f"cannot be read ({problem.strerror or problem})") from problem
+    with path.open("rb") as file:
+        return file.read(132)[128:] == b"DICM"
 
 
 def _check_size(scan: Scan) -> None:

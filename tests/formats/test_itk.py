@@ -1,0 +1,145 @@
+"""MHA, MHD and NRRD: SimpleITK as oracle, LPS and RAS, masks on the exact geometry, images in memory."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import numpy as np
+import pytest
+import SimpleITK
+
+from cascadeseg.errors import ScanError
+from cascadeseg.formats import read_labels, read_scan, scan_of, write_labels, write_scan
+from tests.formats.volumes import ORIENTATIONS, SHAPE, SPACING_MM, affine_of, ct_values, oblique_grid, rotation
+
+SUFFIXES = [".mha", ".mhd", ".nrrd"]
+LPS = np.diag([-1.0, -1.0, 1.0])
+
+
+def itk_image(voxels: np.ndarray | None = None, directions: np.ndarray | None = None) -> SimpleITK.Image:
+    """The test volume as SimpleITK has it; directions are RAS+."""
+    image = SimpleITK.GetImageFromArray((ct_values() if voxels is None else voxels).transpose(2, 1, 0))
+    affine = affine_of(np.eye(3) if directions is None else directions)
+    image.SetSpacing(SPACING_MM)
+    image.SetOrigin((LPS @ affine[:3, 3]).tolist())
+    image.SetDirection((LPS @ affine[:3, :3] / SPACING_MM).ravel().tolist())
+    return image
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("directions", [*ORIENTATIONS[::7], rotation(10, 20, -15)])
+def test_every_voxel_is_where_simpleitk_has_it(tmp_path: Path, directions: np.ndarray, suffix: str) -> None:
+    image = itk_image(directions=directions)
+    SimpleITK.WriteImage(image, str(tmp_path / f"scan{suffix}"))
+    scan = read_scan(tmp_path / f"scan{suffix}")
+    assert np.array_equal(scan.voxels, ct_values())
+    assert np.allclose(scan.grid.affine, affine_of(directions), atol=1e-9)
+    for index in [(0, 0, 0), (3, 5, 7), (11, 13, 9)]:
+        assert np.allclose(scan.grid.world(index), LPS @ image.TransformIndexToPhysicalPoint(index), atol=1e-9)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("dtype", ["i1", "u1", "i2", "u2", "i4", "u4", "f4", "f8"])
+def test_types_are_kept(tmp_path: Path, dtype: str, suffix: str) -> None:
+    voxels = np.clip(ct_values() + 1024, 0, 120).astype(dtype)
+    SimpleITK.WriteImage(itk_image(voxels), str(tmp_path / f"scan{suffix}"), useCompression=True)
+    scan = read_scan(tmp_path / f"scan{suffix}")
+    assert scan.voxels.dtype == np.dtype(dtype)
+    assert np.array_equal(scan.voxels, voxels)
+
+
+def test_big_endian_and_ras_nrrd(tmp_path: Path) -> None:
+    header = (
+        "NRRD0005\ntype: int16\ndimension: 3\nspace: right-anterior-superior\nsizes: 12 14 10\n"
+        "space directions: (0.75,0,0) (0,0.8,0) (0,0,2.5)\nkinds: domain domain domain\nendian: big\n"
+        "encoding: raw\nspace origin: (-31.5,12.25,-140)\n\n"
+    )
+    path = tmp_path / "scan.nrrd"
+    path.write_bytes(header.encode() + ct_values().astype(">i2").tobytes(order="F"))
+    scan = read_scan(path)
+    assert np.array_equal(scan.voxels, ct_values())
+    assert scan.voxels.dtype.isnative
+    assert np.allclose(scan.grid.affine, affine_of())
+    assert scan.warnings == ()
+
+
+def test_a_header_without_orientation_is_told(tmp_path: Path) -> None:
+    header = "NRRD0004\ntype: int16\ndimension: 3\nsizes: 12 14 10\nspacings: 0.75 0.8 2.5\nencoding: raw\n"
+    header += "endian: little\n\n"
+    (tmp_path / "scan.nrrd").write_bytes(header.encode() + ct_values().tobytes(order="F"))
+    scan = read_scan(tmp_path / "scan.nrrd")
+    assert np.allclose(scan.grid.spacing_mm, SPACING_MM)
+    assert "does not say how the axes lie" in scan.warnings[0]
+    header = "ObjectType = Image\nNDims = 3\nDimSize = 12 14 10\nElementType = MET_SHORT\nElementDataFile = LOCAL\n"
+    (tmp_path / "scan.mha").write_bytes(header.encode() + ct_values().tobytes(order="F"))
+    scan = read_scan(tmp_path / "scan.mha")
+    assert np.array_equal(scan.voxels, ct_values())
+    assert "does not say how the axes lie" in scan.warnings[0]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_four_dimensions(tmp_path: Path, suffix: str) -> None:
+    volumes = [itk_image(ct_values(seed=seed), rotation(5, 5, 5)) for seed in (1, 2)]
+    path = tmp_path / f"scan{suffix}"
+    SimpleITK.WriteImage(SimpleITK.JoinSeries(volumes), str(path))
+    with pytest.raises(ScanError, match=r"4 dimensions \(12, 14, 10, 2\); .* choose one with --volume N"):
+        read_scan(path)
+    scan = read_scan(path, volume=1)
+    assert np.array_equal(scan.voxels, ct_values(seed=2))
+    assert np.allclose(scan.grid.affine, affine_of(rotation(5, 5, 5)), atol=1e-9)
+    SimpleITK.WriteImage(SimpleITK.JoinSeries(volumes[:1]), str(path))
+    assert np.array_equal(read_scan(path).voxels, ct_values(seed=1))
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_mask_has_the_scans_geometry_to_the_last_bit(tmp_path: Path, suffix: str) -> None:
+    image = itk_image(directions=rotation(3.3, -7.7, 1.1))
+    SimpleITK.WriteImage(image, str(tmp_path / f"scan{suffix}"))
+    labels = (np.arange(np.prod(SHAPE)).reshape(SHAPE) % 3).astype(np.uint8)
+    write_labels(labels, tmp_path / f"mask{suffix}", read_scan(tmp_path / f"scan{suffix}"))
+    was, mask = (SimpleITK.ReadImage(str(tmp_path / f"{name}{suffix}")) for name in ("scan", "mask"))
+    assert mask.GetPixelID() == SimpleITK.sitkUInt8
+    assert np.array_equal(SimpleITK.GetArrayFromImage(mask), labels.transpose(2, 1, 0))
+    assert mask.GetOrigin() == was.GetOrigin()
+    # NRRD stores the product of the two, which costs the last bit.
+    tolerance = 1e-15 if suffix == ".nrrd" else 0
+    assert np.abs(np.subtract(mask.GetSpacing(), was.GetSpacing())).max() <= tolerance
+    assert np.abs(np.subtract(mask.GetDirection(), was.GetDirection())).max() <= tolerance
+
+
+@pytest.mark.parametrize("source", [".nii.gz", *SUFFIXES])
+@pytest.mark.parametrize("target", [".nii", ".nii.gz", *SUFFIXES])
+def test_write_then_read_from_any_format_to_any(tmp_path: Path, source: str, target: str) -> None:
+    grid = oblique_grid()
+    write_scan(ct_values(), grid, tmp_path / f"scan{source}")
+    scan = read_scan(tmp_path / f"scan{source}")
+    assert np.array_equal(scan.voxels, ct_values())
+    assert scan.grid.matches(grid, 1e-4)
+    labels = np.random.default_rng(0).integers(0, 3, SHAPE).astype(np.uint8)
+    write_labels(labels, tmp_path / f"mask{target}", scan)
+    read, there = read_labels(tmp_path / f"mask{target}")
+    assert np.array_equal(read, labels)
+    assert there.matches(scan.grid, 1e-4)
+
+
+def test_an_image_in_memory_is_not_copied_and_outlives_its_owner() -> None:
+    image = itk_image(directions=rotation(1, 2, 3))
+    view = SimpleITK.GetArrayViewFromImage(image)
+    scan = scan_of(image)
+    assert scan.voxels.__array_interface__["data"][0] == view.__array_interface__["data"][0]
+    voxels = scan.voxels
+    del view, image, scan
+    gc.collect()
+    filler = [np.full((64, 1024), i) for i in range(20)]
+    assert np.array_equal(voxels, ct_values())
+    assert len(filler) == 20
+
+
+def test_images_in_memory_that_are_no_scan() -> None:
+    image = itk_image()
+    with pytest.raises(ScanError, match="array: 2 dimensions"):
+        scan_of(image[:, :, 3])
+    with pytest.raises(ScanError, match="phantom: 3 numbers per voxel"):
+        scan_of(SimpleITK.Compose([image] * 3), source="phantom")
+    assert scan_of(SimpleITK.JoinSeries([image])).voxels.shape == SHAPE

@@ -1,0 +1,223 @@
+"""Bad input: one clear line each, and nothing allocated for a header's promise."""
+
+from __future__ import annotations
+
+import gzip
+import tracemalloc
+from pathlib import Path
+
+import nibabel
+import numpy as np
+import pytest
+import SimpleITK
+
+from cascadeseg.errors import ScanError
+from cascadeseg.formats import memory as memory_of_the_machine
+from cascadeseg.formats import read_labels, read_scan, scan_of, write_scan
+from tests.formats.test_itk import itk_image
+from tests.formats.test_nifti import saved
+from tests.formats.volumes import SHAPE, affine_of, ct_values, oblique_grid
+
+
+def refusal(path: Path, **choices: int) -> str:
+    with pytest.raises(ScanError) as caught:
+        read_scan(path, **choices)
+    words = str(caught.value)
+    assert "\n" not in words
+    assert words.startswith(str(path))
+    return words.removeprefix(str(path))
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    assert refusal(tmp_path / "scan.nii.gz") == ": no such file or folder"
+
+
+def test_unknown_kinds_of_file(tmp_path: Path) -> None:
+    (tmp_path / "scan.txt").write_text("hello")
+    expected = ": unknown kind of file (.txt); expected NIfTI, MHA/MHD, NRRD or DICOM"
+    assert refusal(tmp_path / "scan.txt") == expected
+    (tmp_path / "scan").write_text("hello")
+    assert refusal(tmp_path / "scan").startswith(": unknown kind of file (no suffix)")
+
+
+@pytest.mark.parametrize("suffix", [".nii", ".nii.gz"])
+def test_text_and_nothing_renamed(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"scan{suffix}"
+    path.write_text("this is no scan at all\n" * 40)
+    assert refusal(path) == ": not a NIfTI file (it starts with b'this'); expected a NIfTI header"
+    path.write_bytes(b"")
+    assert refusal(path) == ": the file is empty; expected a NIfTI file"
+    path.write_bytes(gzip.compress(b"packed text " * 50))
+    assert "not a NIfTI file (it starts with b'pack')" in refusal(path)
+    path.write_bytes((348).to_bytes(4, "little") + bytes(100))
+    assert "cut short inside its header" in refusal(path)
+    path.write_bytes((348).to_bytes(4, "little") + bytes(500))
+    assert "not a NIfTI file" in refusal(path)
+
+
+def test_truncated_gzip(tmp_path: Path) -> None:
+    whole = saved(tmp_path / "scan.nii.gz").read_bytes()
+    path = tmp_path / "cut.nii.gz"
+    for end in (15, 100, len(whole) // 2, len(whole) - 4):
+        path.write_bytes(whole[:end])
+        assert refusal(path) == ": the file is cut short; expected a whole gzip file; copy or download it again"
+
+
+def test_damaged_gzip(tmp_path: Path) -> None:
+    whole = bytearray(saved(tmp_path / "scan.nii.gz").read_bytes())
+    for at in (len(whole) // 2, len(whole) - 6):
+        damaged = whole.copy()
+        damaged[at] ^= 0xFF
+        (tmp_path / "bad.nii.gz").write_bytes(damaged)
+        words = refusal(tmp_path / "bad.nii.gz")
+        assert "damaged gzip data" in words or "cut short" in words
+
+
+@pytest.mark.parametrize("suffix", [".nii", ".nii.gz"])
+def test_fewer_voxels_than_promised(tmp_path: Path, suffix: str) -> None:
+    path = saved(tmp_path / f"scan{suffix}", dim=[3, 12, 14, 11, 1, 1, 1, 1])
+    words = refusal(path)
+    assert ("the header promises 12 x 14 x 11 voxels" if suffix == ".nii" else "cut short (3,360 of 3,696") in words
+
+
+@pytest.mark.parametrize("suffix", [".nii", ".nii.gz"])
+def test_a_promise_beyond_the_file_is_refused_before_allocating(tmp_path: Path, suffix: str) -> None:
+    path = saved(tmp_path / f"scan{suffix}", dim=[3, 30000, 30000, 30000, 1, 1, 1, 1])
+    tracemalloc.start()
+    words = refusal(path)
+    assert tracemalloc.get_traced_memory()[1] < 20e6
+    tracemalloc.stop()
+    expected = ": the header promises 30000 x 30000 x 30000 voxels (54 TB); expected no more than the file can hold"
+    assert words.startswith(expected)
+
+
+def test_a_promise_beyond_the_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = saved(tmp_path / "scan.nii.gz")
+    write_scan(ct_values(), oblique_grid(), tmp_path / "scan.nrrd")
+    monkeypatch.setattr(memory_of_the_machine, "available_memory_bytes", lambda: 2000)
+    for file in (path, tmp_path / "scan.nrrd"):
+        words = refusal(file)
+        assert "the header promises 12 x 14 x 10 voxels (3.36 kB), and 2 kB of memory are free" in words
+    assert read_scan(saved(tmp_path / "mapped.nii")).voxels.shape == SHAPE
+
+
+@pytest.mark.parametrize("dims", [(12, 14), (12,), (12, 14, 1), (1, 1, 1), (1, 14, 10), (12, 14, 0), (12, -3, 10)])
+def test_not_three_dimensions(tmp_path: Path, dims: tuple[int, ...]) -> None:
+    full = [len(dims), *dims] + [1] * (7 - len(dims))
+    path = saved(tmp_path / "scan.nii.gz", dim=full)
+    words = refusal(path)
+    named = f"{len(dims)} dimensions ({', '.join(map(str, dims))})"
+    assert named in words or f"a volume of {' x '.join(map(str, dims))} voxels; expected a 3D scan" in words
+
+
+def test_a_damaged_dim(tmp_path: Path) -> None:
+    assert "a damaged NIfTI header (dim [77," in refusal(saved(tmp_path / "scan.nii.gz", dim=[77, 3, 4, 5, 1, 1, 1, 1]))
+
+
+def test_colour_and_complex_voxels(tmp_path: Path) -> None:
+    rgb = np.zeros(SHAPE, np.dtype([("R", "u1"), ("G", "u1"), ("B", "u1")]))
+    nibabel.save(nibabel.Nifti1Image(rgb, affine_of()), tmp_path / "rgb.nii.gz")
+    assert refusal(tmp_path / "rgb.nii.gz") == ": a colour image (RGB voxels); expected one number per voxel, in HU"
+    nibabel.save(nibabel.Nifti1Image(ct_values().astype(np.complex64), affine_of()), tmp_path / "c.nii.gz")
+    assert "voxels of type complex64" in refusal(tmp_path / "c.nii.gz")
+    assert "unknown voxel type code 999" in refusal(saved(tmp_path / "odd.nii.gz", datatype=999))
+    for suffix in (".mha", ".nrrd"):
+        SimpleITK.WriteImage(SimpleITK.Compose([itk_image()] * 3), str(tmp_path / f"v{suffix}"))
+        assert "3 numbers per voxel" in refusal(tmp_path / f"v{suffix}")
+
+
+@pytest.mark.parametrize("value", [0, np.nan, -0.8, 1e-6, 900, np.inf])
+def test_spacing_that_cannot_be(tmp_path: Path, value: float) -> None:
+    pixdim = [1, 0.75, value, 2.5, 0, 0, 0, 0]
+    words = refusal(saved(tmp_path / "scan.nii.gz", pixdim=pixdim))
+    assert words.startswith(f": voxel spacing (0.75, {value:g}, 2.5) mm; expected 0.01 to 50 mm on each axis")
+
+
+@pytest.mark.parametrize("value", [0, np.nan, 1e-6, 900, np.inf])
+def test_affines_without_a_spacing(value: float) -> None:
+    with pytest.raises(ScanError, match=r"array: voxel spacing \("):
+        scan_of(ct_values(), np.diag([0.75, value, 2.5, 1]))
+
+
+@pytest.mark.parametrize("value", ["0", "nan", "-0.8"])
+def test_spacing_that_cannot_be_in_mha(tmp_path: Path, value: str) -> None:
+    path = tmp_path / "scan.mha"
+    SimpleITK.WriteImage(itk_image(), str(path), useCompression=False)
+    content = path.read_bytes()
+    assert b"ElementSpacing = 0.75 0.80000000000000004 2.5" in content
+    path.write_bytes(content.replace(b"0.75 0.80000000000000004 2.5", f"0.75 {value} 2.5".encode()))
+    assert ": voxel spacing (0.75, " in refusal(path)
+
+
+def test_origin_that_is_no_number(tmp_path: Path) -> None:
+    words = refusal(saved(tmp_path / "scan.nii.gz", srow_x=[0.75, 0, 0, np.nan]))
+    assert words == ": an origin that is not a number; expected millimetres; repair the header"
+
+
+@pytest.mark.parametrize("suffix", [".mha", ".mhd", ".nrrd"])
+def test_damaged_itk_files(tmp_path: Path, suffix: str, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / f"scan{suffix}"
+    for content in (b"", b"hello world\n", b"\x00" * 600):
+        path.write_bytes(content)
+        assert ": not a " in refusal(path)
+    SimpleITK.WriteImage(itk_image(), str(path), useCompression=True)
+    data = tmp_path / "scan.zraw" if suffix == ".mhd" else path
+    whole = data.read_bytes()
+    data.write_bytes(whole[: len(whole) * 2 // 3])
+    words = refusal(path)
+    assert "cut short (" in words or "expected 3360 bytes but received" in words
+    if suffix == ".mhd":
+        data.unlink()
+        assert "its data file scan.zraw is missing" in refusal(path)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_sheared_mha(tmp_path: Path) -> None:
+    path = tmp_path / "scan.mha"
+    SimpleITK.WriteImage(itk_image(), str(path), useCompression=False)
+    content = path.read_bytes()
+    straight = b"TransformMatrix = -1 0 0 0 -1 0 0 0 1"
+    assert straight in content
+    path.write_bytes(content.replace(straight, b"TransformMatrix = -1 0 0 0 -1 0 0 0.6 0.8"))
+    assert refusal(path).startswith(": sheared axes (36.87 degrees off a right angle)")
+
+
+def test_an_empty_folder_and_one_without_dicom(tmp_path: Path) -> None:
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    assert refusal(folder) == ": an empty folder; expected a folder of DICOM files"
+    (folder / "notes.txt").write_text("no scan here")
+    assert refusal(folder) == ": a folder without DICOM; expected a DICOM CT series, NIfTI, MHA/MHD or NRRD"
+
+
+def test_arrays_that_are_no_scan() -> None:
+    with pytest.raises(ScanError, match="array: an array without an affine; expected a 4 x 4 affine"):
+        scan_of(ct_values())
+    with pytest.raises(ScanError, match=r"x: an affine of shape \(3, 3\)"):
+        scan_of(ct_values(), np.eye(3), source="x")
+    with pytest.raises(ScanError, match=r"an array of 4 dimensions \(12, 14, 10, 1\)"):
+        scan_of(ct_values()[..., None], np.eye(4))
+    with pytest.raises(ScanError, match="of complex64; expected 3 dimensions"):
+        scan_of(ct_values().astype(np.complex64), np.eye(4))
+    with pytest.raises(ScanError, match="a volume of 12 x 14 x 1 voxels"):
+        scan_of(ct_values()[..., :1], np.eye(4))
+    sheared = affine_of()
+    sheared[0, 1] = 0.4
+    with pytest.raises(ScanError, match="sheared axes"):
+        scan_of(ct_values(), sheared)
+
+
+def test_series_of_a_nifti_file(tmp_path: Path) -> None:
+    path = saved(tmp_path / "scan.nii.gz")
+    with pytest.raises(ScanError, match="not DICOM, so without series to choose from; leave out --series"):
+        read_scan(path, series="1.2.3")
+
+
+def test_labels_that_are_not_whole_numbers(tmp_path: Path) -> None:
+    nibabel.save(nibabel.Nifti1Image(np.full(SHAPE, 0.4, np.float32), affine_of()), tmp_path / "soft.nii.gz")
+    with pytest.raises(ScanError, match="values that are not whole numbers; expected a label map"):
+        read_labels(tmp_path / "soft.nii.gz")
+    nibabel.save(nibabel.Nifti1Image(np.full(SHAPE, 2.0, np.float32), affine_of()), tmp_path / "hard.nii.gz")
+    labels, _ = read_labels(tmp_path / "hard.nii.gz")
+    assert labels.dtype.kind == "i"
+    assert (labels == 2).all()

@@ -1,0 +1,130 @@
+"""A mask is whole and verified, or not there; and where it cannot go is known before any work."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import SimpleITK
+
+from cascadeseg.errors import OutputError
+from cascadeseg.formats import MASK_SUFFIXES, Scan, check_writable, itk, nifti, read_labels, write_labels
+from cascadeseg.formats.atomic import replace_file
+from tests.formats.volumes import SHAPE, ct_values, oblique_grid
+
+LABELS = np.ones(SHAPE, np.uint8)
+
+
+@pytest.fixture
+def scan() -> Scan:
+    return Scan(ct_values(), oblique_grid())
+
+
+@pytest.mark.parametrize("suffix", MASK_SUFFIXES)
+def test_names_with_spaces_and_letters_of_all_kinds(tmp_path: Path, scan: Scan, suffix: str) -> None:
+    folder = tmp_path / "Ergebnisse für Müller 肺"
+    folder.mkdir()
+    check_writable(folder / f"Maske nº 1{suffix}")
+    write_labels(LABELS, folder / f"Maske nº 1{suffix}", scan)
+    labels, grid = read_labels(folder / f"Maske nº 1{suffix}")
+    assert np.array_equal(labels, LABELS)
+    assert grid.matches(scan.grid)
+    expected = {f"Maske nº 1{suffix}"} | ({"Maske nº 1.zraw"} if suffix == ".mhd" else set())
+    assert {file.name for file in folder.iterdir()} == expected
+
+
+def test_checking_leaves_no_trace(tmp_path: Path) -> None:
+    check_writable(tmp_path / "mask.nii.gz")
+    assert list(tmp_path.iterdir()) == []
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(OutputError) as caught:
+        check_writable(path)
+    assert "\n" not in str(caught.value)
+    return str(caught.value).removeprefix(str(path))
+
+
+def test_places_that_cannot_be_written(tmp_path: Path) -> None:
+    expected = ": unknown suffix '.png'; expected one of .nii.gz .nii .mha .mhd .nrrd"
+    assert refusal(tmp_path / "mask.png") == expected
+    assert refusal(tmp_path / "mask").startswith(": a name without a suffix; expected one of")
+    assert refusal(tmp_path / "none" / "mask.nii").startswith(f": the folder {tmp_path / 'none'} does not exist")
+    (tmp_path / "folder.nii").mkdir()
+    assert refusal(tmp_path / "folder.nii") == ": a folder; expected the name of a file"
+    (tmp_path / "file").touch()
+    assert "is not a folder" in refusal(tmp_path / "file" / "mask.nii")
+    assert "cannot be written" in refusal(tmp_path / ("a" * 300 + ".nii"))
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="the superuser may write anywhere")
+def test_places_without_permission(tmp_path: Path) -> None:
+    (tmp_path / "mask.nii").touch(mode=0o400)
+    assert "may not be overwritten" in refusal(tmp_path / "mask.nii")
+    tmp_path.chmod(0o500)
+    try:
+        assert "cannot be written (Permission denied)" in refusal(tmp_path / "other.nii")
+    finally:
+        tmp_path.chmod(0o700)
+
+
+@pytest.mark.parametrize("path", [Path("/proc/mask.nii.gz")])
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="no folder here that even the superuser cannot write in")
+def test_a_place_that_nobody_can_write_in(path: Path) -> None:
+    assert "cannot be written" in refusal(path)
+
+
+@pytest.mark.parametrize("suffix", MASK_SUFFIXES)
+def test_a_failure_leaves_what_was_there(
+    tmp_path: Path, scan: Scan, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / f"mask{suffix}"
+    write_labels(LABELS, path, scan)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+
+    def full_disk(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(nifti, "_file_bytes", full_disk)
+    monkeypatch.setattr(SimpleITK, "WriteImage", full_disk)
+    with pytest.raises(OutputError, match=r"cannot be written \(No space left on device\)"):
+        write_labels(LABELS * 2, path, scan)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("suffix", MASK_SUFFIXES)
+def test_what_reads_back_differently_is_not_kept(
+    tmp_path: Path, scan: Scan, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, name in ((nifti, "write_nifti"), (itk, "write_itk")):
+        write = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda voxels, where, part, write=write: write(voxels * 3, where, part))
+    with pytest.raises(OutputError, match="what was read back is not what was written"):
+        write_labels(LABELS, tmp_path / f"mask{suffix}", scan)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interruption_leaves_nothing(tmp_path: Path) -> None:
+    def interrupted(part: Path) -> None:
+        part.write_text("half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        replace_file(tmp_path / "report.json", interrupted)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_any_file_can_be_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    path.write_text("old")
+    replace_file(path, lambda part: part.write_text("new") and None)
+    assert path.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_labels_of_another_shape_are_a_mistake_of_the_caller(tmp_path: Path, scan: Scan) -> None:
+    with pytest.raises(ValueError, match="voxels of shape"):
+        write_labels(LABELS[1:], tmp_path / "mask.nii.gz", scan)
