@@ -305,6 +305,26 @@ def oesophagus(patient: Patient) -> Beads:
                    (-30, vy + 26, -30)], [7, 7, 7.5, 8, 9, 9])  # fmt: skip
 
 
+def risen_stomach(patient: Patient) -> Beads:
+    """Stomach in the chest: a hiatal hernia behind the heart, or a gastric pull-up beside the spine; mostly none."""
+    f, h = patient.findings, patient.torso.height
+    y = patient.chest.vertebra_y + patient.chest.vertebra
+    parts = []
+    if f.hernia:
+        r = 24 * f.hernia
+        parts.append(
+            strand([(-12, y + 26, -30), (-8, y + 0.8 * r + 4, 12), (-4, y + 0.8 * r + 2, 26)], [0.6 * r, r, 0.8 * r])
+        )
+    if f.pull_up:
+        r = f.pull_up
+        parts.append(
+            strand(
+                [(-4, y + 18, -25), (14, y + r, 30), (18, y + r - 4, 0.6 * h), (2, y + r, h)], [r, 1.1 * r, r, 0.7 * r]
+            )
+        )
+    return Beads.joined(parts)
+
+
 def lung_part(p: Points, patient: Patient, side: int) -> Tensor:
     """The pleural cavity of one side: a rough but complete distance, for growing trees and placing lesions."""
     x, y, z = p

@@ -224,35 +224,36 @@ def _scatter(beads: Beads, axes: Axes, reach_mm: float, out: Tensor, weight_voxe
     group = torch.bucketize(size, edges)
     for g in torch.unique(group).tolist():
         chosen = group == g
-        _scatter_group(place[chosen], radii[chosen], span[chosen], axes, steps, reach_mm, out, weight_voxel_mm)
+        _scatter_group(place[chosen], radii[chosen], span[chosen], axes, steps, out, weight_voxel_mm)
 
 
 def _scatter_group(
-    place: Tensor, radii: Tensor, span: Tensor, axes: Axes, steps: list[float], reach_mm: float, out: Tensor,
+    place: Tensor, radii: Tensor, span: Tensor, axes: Axes, steps: list[float], out: Tensor,
     weight_voxel_mm: float | None,
 ) -> None:  # fmt: skip
+    """Beads with one footprint (a box of voxels): distances axis by axis, then one scatter."""
     reach = [int(v) for v in torch.ceil(span.amax(dim=0)).tolist()]
-    offsets = [torch.arange(-n, n + 1, device=out.device) for n in reach]
-    grid = torch.cartesian_prod(*offsets)
-    mm = torch.tensor(steps, device=out.device)
-    near = ((grid.abs() - 0.5).clamp(min=0) * mm).norm(dim=1) <= float(radii.max()) + reach_mm
-    grid = grid[near]
-    sx, sy, sz = axes.shape
-    chunk = max(1, 4_000_000 // len(grid))
+    chunk = max(1, 300_000 // int(np.prod([2 * n + 1 for n in reach])))
+    strides = (axes.shape[1] * axes.shape[2], axes.shape[2], 1)
     for start in range(0, len(radii), chunk):
         p, r = place[start : start + chunk], radii[start : start + chunk]
         base = p.round().long()
-        index = base[:, None, :] + grid[None]
-        distance = ((index - p[:, None, :]) * mm).square().sum(dim=-1).sqrt_()
-        value = r[:, None] - distance
-        valid = value > -reach_mm
-        for a, n in enumerate((sx, sy, sz)):
-            valid &= (index[..., a] >= 0) & (index[..., a] < n)
-        flat = (index[..., 0] * sy + index[..., 1]) * sz + index[..., 2]
+        squares, indices = [], []
+        for a, n in enumerate(reach):
+            index = base[:, a, None] + torch.arange(-n, n + 1, device=out.device)
+            gap = ((index - p[:, a, None]) * steps[a]).square_()
+            # Outside the volume: infinitely far, so that the write changes nothing.
+            gap.masked_fill_((index < 0) | (index >= axes.shape[a]), torch.inf)
+            squares.append(gap)
+            indices.append(index.clamp_(0, axes.shape[a] - 1).mul_(strides[a]))
+        distance = squares[0][:, :, None, None] + squares[1][:, None, :, None]
+        value = (distance + squares[2][:, None, None, :]).sqrt_().sub_(r[:, None, None, None]).neg_()
+        flat = indices[0][:, :, None, None] + indices[1][:, None, :, None]
+        flat = flat + indices[2][:, None, None, :]
         if weight_voxel_mm is not None:
-            filled = (3.1416 * (r / weight_voxel_mm) ** 2).clamp(max=1.0)
-            value = (value / weight_voxel_mm + 0.5).clamp_(0, 1) * filled[:, None]
-        out.scatter_reduce_(0, flat[valid], value[valid], "amax")
+            filled = (3.1416 * (r / weight_voxel_mm) ** 2).clamp_(max=1.0)
+            value = value.mul_(1 / weight_voxel_mm).add_(0.5).clamp_(0, 1).mul_(filled[:, None, None, None])
+        out.scatter_reduce_(0, flat.reshape(-1), value.reshape(-1), "amax")
 
 
 @lru_cache(maxsize=64)

@@ -144,14 +144,15 @@ def _paint_patches(
     scene: Scene, lung: Lung, weight: Tensor, strength: float, extent: float, key: int, tissue: Tissue
 ) -> None:
     f = scene.patient.findings
-    blobs = scene.coarse_noise(f.seed + key, f.blob) + 0.5 * scene.coarse_noise(f.seed + key + 100, 0.45 * f.blob)
+    blobs = scene.coarse_noise(f.seed + key, f.blob) + 0.7 * scene.coarse_noise(f.seed + key + 100, 0.45 * f.blob)
     level = 1.5 - 3.0 * extent
-    field = (blobs + _place_preference(scene, lung.side) - level) * (3.0 if key == 41 else 1.6)
+    sharp = 1.0 + (f.seed + key) % 7 * (0.5 if key == 41 else 0.2)
+    field = (blobs + _place_preference(scene, lung.side) - level) * sharp
     if not bool((field > 0).any()):
         return
     dense = scene.up(field, lung.part)
-    if key == 41:
-        dense.add_(scene.noise(f.seed + key + 7, 4.0, lung.part), alpha=0.25)
+    # Ragged edges, and air left in the small bronchi.
+    dense.add_(scene.noise(f.seed + key + 7, 4.5, lung.part), alpha=0.45)
     dense = dense.clamp_(0, 1).mul_(strength).mul_(weight)
     grain = scene.noise(f.seed + key + 8, 5.0, lung.part).mul_(14).add_(f.dense_hu)
     scene.hu[lung.part].lerp_(grain, dense)

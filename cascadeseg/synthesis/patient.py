@@ -233,7 +233,7 @@ def _draw_chest(d: Draw, torso: Torso, config: SynthesisConfig) -> Chest:
     front = torso.half_depth
     return Chest(
         dome=(0.0, left_dome),
-        recess=d.normal(60, 11 * v) * breath,
+        recess=max(20.0, d.normal(58, 16 * v)) * breath,
         recess_back=1 + 1.5 * d.uniform(0.2, 0.7),
         recess_front=d.uniform(0.15, 0.6),
         recess_medial=d.uniform(0.12, 0.4),

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cascadeseg.geometry import Grid
 from cascadeseg.synthesis import acquisition, devices, render_body, render_lungs
+from cascadeseg.synthesis.fields import Axes
 from cascadeseg.synthesis.patient import Patient
 from cascadeseg.synthesis.scene import Scene
 from cascadeseg.synthesis.tissue import Tissue
@@ -42,6 +43,7 @@ def render(patient: Patient, grid: Grid, device: str | torch.device = "cpu") -> 
     scene = Scene.opened(patient, work, torch.device(device))
     render_body.paint_couch(scene)
     shapes = render_body.body_shapes(scene)
+    render_body.paint_cloth(scene, shapes)
     render_body.paint_body(scene, shapes)
     render_body.paint_cavities(scene, shapes)
     render_body.paint_abdomen(scene, shapes)
@@ -55,8 +57,7 @@ def render(patient: Patient, grid: Grid, device: str | torch.device = "cpu") -> 
 
 
 def _saved(
-    patient: Patient, grid: Grid, hu: Tensor, labels: Tensor, tissue: Tensor, work: acquisition.Axes,
-    wanted: acquisition.Axes,
+    patient: Patient, grid: Grid, hu: Tensor, labels: Tensor, tissue: Tensor, work: Axes, wanted: Axes,
 ) -> Phantom:  # fmt: skip
     """Cut the margin off the maps, and blank what lies outside a circular field of view."""
     picks = []

@@ -43,7 +43,8 @@ def body_shapes(scene: Scene) -> Shapes:
     if torso.breast:
         skin = smooth_min(skin, _breasts(scene) * scene.scale, 14)
     vessels = anatomy.great_vessels(patient)
-    large = Beads.joined([*vessels.values(), anatomy.airways(patient), anatomy.oesophagus(patient)]).grown(1.5)
+    tubes = [*vessels.values(), anatomy.airways(patient), anatomy.oesophagus(patient), anatomy.risen_stomach(patient)]
+    large = Beads.joined(tubes).grown(1.5)
     # The lungs follow the great vessels: aortic knob, caval vein, subclavian grooves.
     contents = scene.coarse_splat(large, 14.0)
     between = smooth_min(normalised(anatomy.mediastinum(p, patient)), contents, 8)
@@ -120,6 +121,22 @@ def _lowest_point(scene: Scene) -> float:
     return (torso.half_depth + torso.muscle + 6 + fat) * torso.size * torso.aspect[1]
 
 
+def paint_cloth(scene: Scene, shapes: Shapes) -> None:
+    """Blankets, clothes and straps: thin, light layers around the body."""
+    scanner = scene.patient.scanner
+    rng = np.random.default_rng(scanner.seed + 3)
+    for layer in range(scanner.cloth):
+        gap, thick = float(rng.uniform(2, 14)), float(rng.uniform(1.5, 7))
+        hu, reach = float(rng.uniform(-960, -600)), float(rng.uniform(-0.6, 0.7))
+        part = scene.near(shapes.skin, gap + thick + 12)
+        if part is None:
+            return
+        fold = scene.coarse_noise(scanner.seed + 4 + layer, 35.0) * 4 - gap
+        shell = scene.up(shapes.skin + fold, part).abs_().sub_(thick / 2)
+        here = scene.up(scene.coarse_noise(scanner.seed + 9 + layer, 60.0) + reach, part).clamp_(0, 1)
+        scene.paint(part, scene.filled(shell).mul_(here), hu, Tissue.CLOTH)
+
+
 def paint_body(scene: Scene, shapes: Shapes) -> None:
     """Skin, fat and muscle."""
     hu, torso = scene.patient.hounsfield, scene.patient.torso
@@ -190,27 +207,26 @@ def paint_abdomen(scene: Scene, shapes: Shapes) -> None:
     scene.shape(torch.maximum(anatomy.spleen(p, patient, under / k) * k, inside), hu.spleen, Tissue.SPLEEN, 5.0)
     _paint_bowel(scene, under)
     stomach = torch.maximum(anatomy.stomach_shape(p, patient, under / k) * k, inside)
-    _paint_hollow(scene, stomach, hu.stomach, patient.abdomen.stomach_gas, 3.0, Tissue.STOMACH)
+    _paint_hollow(scene, stomach, patient.abdomen.stomach_gas, 0.0, 62.0)
 
 
-def _paint_hollow(scene: Scene, shape: Tensor, content: float, gas: float, wall: float, tissue: Tissue) -> None:
-    """A hollow organ: wall, fluid below, gas above a level across gravity."""
+def _paint_hollow(scene: Scene, shape: Tensor, gas: float, middle_y: float, reach: float) -> None:
+    """A part of the stomach: wall, content, and ``gas`` (0 to 1) above a level across gravity.
+
+    ``middle_y`` and ``reach`` (body mm) place the level, so that a box of the volume has the same one.
+    """
     hu = scene.patient.hounsfield
-    scene.shape(shape, hu.muscle - 8, tissue)
-    lumen = shape + wall
-    scene.shape(lumen, content, tissue)
-    if gas <= 0:
-        return
+    scene.shape(shape, hu.muscle - 8, Tissue.STOMACH)
+    lumen = shape + 3.0
+    scene.shape(lumen, hu.stomach, Tissue.STOMACH)
     part = scene.near(lumen)
-    if part is None:
+    if gas <= 0 or part is None:
         return
     ux, uy = scene.patient.scanner.up
-    # The level is fixed in body terms, so that a box of the volume has the same one.
-    x, y, _ = scene.coarse.points(scene.device)
+    x, y, z = scene.coarse.points(scene.device)
     ox, oy, _ = scene.patient.torso.offset
-    reach = 62 * scene.scale
-    level = (1 - 1.7 * gas) * reach * 0.6
-    surface = level - ((x - ox) * ux + (y - oy) * uy) + 0 * lumen
+    level = ((1 - 1.7 * gas) * reach * 0.6 + middle_y * uy) * scene.scale
+    surface = level - ((x - ox) * ux + (y - oy) * uy) + 0 * z
     air = torch.minimum(scene.filled(scene.up(lumen, part)), scene.filled(scene.up(surface, part)))
     scene.paint(part, air, hu.lumen, Tissue.GAS)
 
@@ -263,6 +279,10 @@ def paint_mediastinum(scene: Scene) -> None:
         distance = splat(aorta, scene.axes[part], scene.device, 2 * scene.voxel_mm)
         scene.paint(part, scene.filled(distance), hu.aortic_blood, Tissue.BLOOD)
     scene.tubes(anatomy.oesophagus(patient), hu.muscle - 8, Tissue.OESOPHAGUS)
+    risen = anatomy.risen_stomach(patient)
+    if len(risen):
+        middle = float(risen.centres[:, 1].mean())
+        _paint_hollow(scene, scene.coarse_splat(risen), patient.abdomen.stomach_gas, middle, float(risen.radii.max()))
     air = patient.chest.oesophagus_air
     if air:
         tube = anatomy.oesophagus(patient)

@@ -48,16 +48,16 @@ def _branches(patient: Patient, side: int) -> Branches:
     vein = grow_tree(rng, vein_root, cloud[half:], chest.leaf, chest.tree_power, 6.5)
     vessels = Beads.joined([tree_beads(artery), tree_beads(vein)])
     # Bronchi run beside the arteries, down to about the fifth generation.
-    bronchi = tree_beads(artery, least_leaves=max(8, half // 40), scale=0.72)
+    bronchi = tree_beads(artery, least_leaves=max(8, half // 28), scale=0.7)
     beside = torch.from_numpy(rng.normal(0, 1, 3)).float()
     beside = beside / beside.norm()
     bronchi = Beads(bronchi.centres + beside * (bronchi.radii * 2.0)[:, None], bronchi.radii)
-    thick = vessels.radii > 3.6
+    thick = vessels.radii > 4.2
     central = Beads(vessels.centres[thick], vessels.radii[thick])
     root = torch.from_numpy(artery_root).float()
-    close = (central.centres - root).norm(dim=1) < 34 * chest.hilum
+    close = (central.centres - root).norm(dim=1) < 28 * chest.hilum
     central = Beads(central.centres[close], central.radii[close])
-    wall = Beads(bronchi.centres, bronchi.radii * 1.18 + 0.6)
+    wall = Beads(bronchi.centres, bronchi.radii * 1.12 + 0.3)
     return Branches(vessels, bronchi, wall, central)
 
 
@@ -98,6 +98,7 @@ def paint_lungs(scene: Scene, shapes: Shapes) -> Tensor:
         _cut_out(scene, lung, excluded)
         weight = scene.filled(lung.distance.clone())
         _paint_parenchyma(scene, lung, weight)
+        _paint_fissures(scene, lung, weight)
         _paint_trees(scene, lung, weight)
         pathology.paint_lesions(scene, lung, weight)
         label = 1 if (side == 0) != scene.patient.mirror else 2
@@ -109,7 +110,7 @@ def _lung(scene: Scene, shapes: Shapes, side: int) -> Lung | None:
     patient, (x, y, z) = scene.patient, scene.body
     s, k = anatomy.SIDES[side], scene.scale
     apex = (z - anatomy.apex_height(x, y, patient, side)) * (0.55 * k)
-    middle, half = anatomy.junction((x, y, z), patient)
+    middle, _ = anatomy.junction((x, y, z), patient)
     across = (middle - x) * (s * k)
     rough = patient.chest.roughness
     rough_field = scene.coarse_noise(patient.chest.tree_seed + 3, 22.0) * rough
@@ -121,7 +122,7 @@ def _lung(scene: Scene, shapes: Shapes, side: int) -> Lung | None:
     wall = scene.up(shapes.cage, part)
     cavity = torch.maximum(wall, scene.up(shapes.diaphragm[side], part))
     cavity = smooth_max(cavity, scene.up(apex, part), 8.0)
-    cavity = smooth_max(cavity, scene.up(mediastinum, part).neg_(), 3.0)
+    cavity = smooth_max(cavity, scene.up(mediastinum, part).neg_(), 9.0)
     septum = scene.up(across, part).add_(0.5 * patient.chest.septum * k)
     cavity = torch.maximum(cavity, septum)
     distance = pathology.remaining_lung(scene, part, side, cavity, wall)
@@ -171,6 +172,19 @@ def _paint_parenchyma(scene: Scene, lung: Lung, weight: Tensor) -> None:
     scene.paint(lung.part, weight, value, Tissue.LUNG)
 
 
+def _paint_fissures(scene: Scene, lung: Lung, weight: Tensor) -> None:
+    """The pleura between the lobes: a faint line that fades here and there, as incomplete fissures do."""
+    oblique, horizontal = pathology.fissure(scene, lung.side)
+    field = scene.up(oblique, lung.part)
+    line = scene.filled(field.abs() - 0.6)
+    if lung.side == 0:
+        front = scene.filled(scene.up(horizontal, lung.part).abs_() - 0.6)
+        line = torch.maximum(line, front.mul_(field > 0))
+    line.mul_(scene.noise(scene.patient.chest.tree_seed + 9, 30.0, lung.part).add_(0.7).clamp_(0, 1)).mul_(weight)
+    scene.hu[lung.part].add_(line, alpha=140.0)
+    scene.tissue[lung.part].masked_fill_(line > 0.45, int(Tissue.FISSURE))
+
+
 def _gravity(scene: Scene) -> Tensor:
     """-0.5 at the non-dependent wall to about 0.8 at the dependent one, on the coarse lattice."""
     ux, uy = scene.patient.scanner.up
@@ -190,7 +204,7 @@ def _paint_trees(scene: Scene, lung: Lung, weight: Tensor) -> None:
     blood = 0.5 * (hu.pulmonary_blood + 42)
     layers = (
         (branches.vessels, blood, Tissue.LUNG_VESSEL),
-        (branches.wall, hu.muscle - 60, Tissue.BRONCHUS),
+        (branches.wall, hu.muscle - 150, Tissue.BRONCHUS),
         (branches.lumen, hu.lumen + 30, Tissue.BRONCHUS),
     )
     for beads, value, tissue in layers:

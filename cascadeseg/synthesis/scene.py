@@ -85,6 +85,7 @@ class Scene:
         return distance.mul_(-1 / self.voxel_mm).add_(0.5).clamp_(0, 1)
 
     def noise(self, seed: int, spacing_mm: float, part: Slices) -> Tensor:
+        """A random field of unit variance at the voxels of a box, features about ``spacing_mm`` wide."""
         return random_field(seed, spacing_mm, self.axes[part], self.device)
 
     def coarse_noise(self, seed: int, spacing_mm: float) -> Tensor:

@@ -39,7 +39,9 @@ def grow_tree(rng: np.random.Generator, root: Array, cloud: Array, leaf: float, 
     while len(points):
         count = np.bincount(group, minlength=len(nodes))
         centroid = _group_mean(points, group, count)
-        step = rng.uniform(0.35, 0.6, (len(nodes), 1))
+        # The first branches lie close together at the hilum.
+        early = np.where(count > len(cloud) / 3, 0.45, np.where(count > len(cloud) / 9, 0.75, 1.0))
+        step = rng.uniform(0.35, 0.6, (len(nodes), 1)) * early[:, None]
         step[count == 1] = 1.0
         bend = rng.normal(0, 0.09, nodes.shape) * np.linalg.norm(centroid - nodes, axis=1, keepdims=True)
         child = nodes + step * (centroid - nodes) + np.where(count[:, None] > 1, bend * step, 0)
