@@ -185,7 +185,8 @@ def _stack(slices: list[Slice], warnings: list[str]) -> Stack:
     rows_mm, columns_mm = slices[0].pixel_spacing_mm
     moved = np.array([slice_.position_mm for slice_ in slices]) - np.array(slices[0].position_mm)
     sideways = moved - np.outer(moved @ normal, normal)
-    shifts = np.stack([sideways @ along_column / rows_mm, sideways @ along_row / columns_mm], axis=1)
+    with np.errstate(all="ignore"):  # a spacing of zero is refused when the stack is read
+        shifts = np.stack([sideways @ along_column / rows_mm, sideways @ along_row / columns_mm], axis=1)
     tilt = float(np.degrees(np.arctan2(np.linalg.norm(sideways[-1]), heights[-1] - heights[0])))
     stack = Stack(tuple(slices), tuple(layers), spacing, shifts, tilt, (*warnings, *uneven))
     if not stack.is_tilted:

@@ -1,0 +1,303 @@
+"""DICOM series: every voxel where the scanner had it, whatever folders hold besides and series lack."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pydicom.uid import (
+    DeflatedExplicitVRLittleEndian,
+    ExplicitVRBigEndian,
+    ExplicitVRLittleEndian,
+    ImplicitVRLittleEndian,
+    JPEGLSLossless,
+    RLELossless,
+    generate_uid,
+)
+
+from cascadeseg.errors import ScanError
+from cascadeseg.formats import Scan, dicom_files, find_scans, read_scan, write_labels
+from cascadeseg.formats.dicom import DicomSeries
+from cascadeseg.geometry import Box, Grid
+from tests.formats.dicom_series import write_enhanced, write_series
+from tests.formats.volumes import ORIENTATIONS, SHAPE, affine_of, ct_values, oblique_grid, rotation
+
+GRID = Grid(SHAPE, affine_of(np.diag([-1, -1, 1])))
+"""As scanners store an axial slice: rows to the patient's left, columns to the back, slices to the head."""
+
+
+def same_in_patient(scan: Scan, hu: np.ndarray, grid: Grid) -> bool:
+    """Whether every voxel of ``hu`` on ``grid`` is in the scan, at its place, whatever the order of the slices."""
+    places = np.argwhere(np.ones(SHAPE, bool))
+    there = scan.grid.index(grid.world(places))
+    if np.abs(there - np.rint(there)).max() > 1e-3 or scan.grid.shape != grid.shape:
+        return False
+    return np.array_equal(scan.hu()[tuple(np.rint(there).astype(int).T)], hu.ravel())
+
+
+@pytest.mark.parametrize("directions", [*ORIENTATIONS, rotation(7, -12, 15), rotation(80, 3, 5)])
+def test_every_orientation(tmp_path: Path, directions: np.ndarray) -> None:
+    grid = Grid(SHAPE, affine_of(directions))
+    write_series(tmp_path, ct_values(), grid)
+    scan = read_scan(tmp_path)
+    assert same_in_patient(scan, ct_values(), grid)
+    assert scan.warnings == ()
+
+
+@pytest.mark.parametrize(
+    "encoding",
+    [
+        ImplicitVRLittleEndian,
+        ExplicitVRLittleEndian,
+        ExplicitVRBigEndian,
+        DeflatedExplicitVRLittleEndian,
+        RLELossless,
+        JPEGLSLossless,
+    ],
+)
+@pytest.mark.parametrize("signed", [False, True], ids=["unsigned", "signed"])
+def test_every_encoding(tmp_path: Path, encoding: Any, signed: bool) -> None:
+    write_series(tmp_path, ct_values(), GRID, encoding=encoding, signed=signed)
+    scan = read_scan(tmp_path)
+    assert scan.voxels.dtype == (np.int16 if signed else np.uint16)
+    assert same_in_patient(scan, ct_values(), GRID)
+
+
+def test_what_pydicom_cannot_decode_is_decoded_by_gdcm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_series(tmp_path, ct_values(), GRID, encoding=RLELossless)
+    monkeypatch.setattr(dicom_files, "_pydicom_decodes", lambda _: False)
+    scan = read_scan(tmp_path)
+    assert same_in_patient(scan, ct_values(), GRID)
+    assert (scan.voxels.dtype, scan.intercept) == (np.int16, 0.0)
+
+
+def test_pixels_that_nothing_can_decode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_series(tmp_path, ct_values(), GRID, encoding=JPEGLSLossless)
+
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("no decoder")
+
+    monkeypatch.setattr(dicom_files, "pixel_array", broken)
+    with pytest.raises(ScanError, match=r"pixels that cannot be decoded \(JPEG-LS Lossless.*: no decoder\)"):
+        read_scan(tmp_path)
+
+
+def test_nested_folders_names_without_a_suffix_and_other_files(tmp_path: Path) -> None:
+    uid = generate_uid()
+    write_series(tmp_path / "ä ö" / "DISK1", ct_values()[..., :6], GRID, series_uid=uid, name="IM{:04d}")
+    upper = GRID.cropped(Box((0, 0, 6), SHAPE))
+    write_series(tmp_path / "ä ö" / "DISK2", ct_values()[..., 6:], upper, series_uid=uid, name="IM{:04d}")
+    (tmp_path / "ä ö" / "README.txt").write_text("from the archive")
+    (tmp_path / ".DS_Store").write_bytes(bytes(200))
+    assert same_in_patient(read_scan(tmp_path), ct_values(), GRID)
+
+
+def test_a_zip(tmp_path: Path) -> None:
+    write_series(tmp_path / "series", ct_values(), GRID)
+    with zipfile.ZipFile(tmp_path / "scan.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        for file in (tmp_path / "series").iterdir():
+            archive.write(file, f"folder/{file.name}")
+        archive.writestr("folder/notes.txt", "hello")
+    assert same_in_patient(read_scan(tmp_path / "scan.zip"), ct_values(), GRID)
+    whole = (tmp_path / "scan.zip").read_bytes()
+    (tmp_path / "cut.zip").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ScanError, match="a damaged zip file, or none; expected a zip of DICOM files"):
+        read_scan(tmp_path / "cut.zip")
+
+
+def test_one_file_means_its_series(tmp_path: Path) -> None:
+    write_series(tmp_path, ct_values(), GRID)
+    write_series(tmp_path, ct_values(seed=9), GRID, name="other{}.dcm")
+    scan = read_scan(tmp_path / "slice004.dcm")
+    assert same_in_patient(scan, ct_values(), GRID)
+    assert scan.warnings == ("this is one slice of a series; the 10 slices of it in the folder were read",)
+
+
+def test_one_file_alone(tmp_path: Path) -> None:
+    write_series(tmp_path, ct_values()[..., :1], GRID)
+    with pytest.raises(ScanError, match="single CT pictures, no two of which make a volume; expected a CT series"):
+        read_scan(tmp_path / "slice001.dcm")
+
+
+def test_enhanced_ct(tmp_path: Path) -> None:
+    write_enhanced(tmp_path / "enhanced.dcm", ct_values(), oblique_grid())
+    for path in (tmp_path, tmp_path / "enhanced.dcm"):
+        assert same_in_patient(read_scan(path), ct_values(), oblique_grid())
+
+
+def test_the_largest_series_is_taken_and_the_others_are_named(tmp_path: Path) -> None:
+    lung = write_series(tmp_path / "a", ct_values(), GRID, SeriesDescription="lung 1.0", SeriesNumber=3)
+    thick = write_series(tmp_path / "b", ct_values()[..., :4], GRID, SeriesDescription="thick", SeriesNumber=2)
+    write_series(tmp_path / "c", ct_values()[..., :1], GRID, ImageType=["ORIGINAL", "PRIMARY", "LOCALIZER"])
+    write_series(tmp_path / "d", ct_values(), GRID, Modality="MR")
+    scan = read_scan(tmp_path)
+    assert same_in_patient(scan, ct_values(), GRID)
+    assert isinstance(scan.native, DicomSeries)
+    assert scan.native.series_uid == lung
+    expected = f"several CT series: took the largest, {lung} ('lung 1.0', 10 slices); left {thick} ('thick', 4 slices)"
+    assert scan.warnings[0].startswith(expected)
+    assert read_scan(tmp_path, series=thick).voxels.shape == (12, 14, 4)
+    with pytest.raises(
+        ScanError, match=rf"no CT series 9.9; expected one of {lung} \('lung 1.0', 10 slices\); {thick}"
+    ):
+        read_scan(tmp_path, series="9.9")
+
+
+def test_folders_without_ct(tmp_path: Path) -> None:
+    write_series(tmp_path / "mr", ct_values(), GRID, Modality="MR")
+    with pytest.raises(ScanError, match=r"mr: no CT slices \(found: 10 MR\); expected a CT series"):
+        read_scan(tmp_path / "mr")
+    write_series(tmp_path / "scout", ct_values()[..., :2], GRID, ImageType=["ORIGINAL", "PRIMARY", "LOCALIZER"])
+    with pytest.raises(ScanError, match=r"found: 2 localiser"):
+        read_scan(tmp_path / "scout")
+    write_series(tmp_path / "nowhere", ct_values(), GRID, ImagePositionPatient=None)
+    with pytest.raises(ScanError, match=r"found: 10 CT without a position"):
+        read_scan(tmp_path / "nowhere")
+
+
+def test_missing_slices_are_interpolated_and_named(tmp_path: Path) -> None:
+    ramp = np.broadcast_to(np.arange(-500, 500, 100), SHAPE).astype(np.int16)
+    write_series(tmp_path, ramp, GRID, leave_out=[3, 6, 7])
+    scan = read_scan(tmp_path)
+    assert same_in_patient(scan, ramp, GRID)
+    said = "3 missing slices were interpolated from the neighbours (at -132.5, -125, -122.5 mm)"
+    assert said in scan.warnings
+    assert isinstance(scan.native, DicomSeries)
+    assert len(scan.native.files) == 7
+
+
+def test_uneven_slices_are_made_even(tmp_path: Path) -> None:
+    heights = np.array([0, 2.5, 5, 7.5, 10, 11.5, 13, 15, 17.5, 20.0])
+    ramp = np.broadcast_to(heights * 40 - 500, SHAPE)
+    positions = lambda k: [31.5, -12.25, -140 + heights[k]]  # noqa: E731
+    write_series(tmp_path, np.rint(ramp).astype(np.int16), GRID, ImagePositionPatient=positions)
+    scan = read_scan(tmp_path)
+    assert scan.voxels.shape == (12, 14, 9)
+    assert np.allclose(scan.grid.spacing_mm, (0.75, 0.8, 2.5))
+    assert np.allclose(scan.hu()[0, 0], np.arange(9) * 100 - 500, atol=1)
+    assert "uneven slice spacing (1.5 to 2.5 mm) was made even at 2.5 mm" in scan.warnings
+
+
+def test_a_wide_gap_ends_the_scan(tmp_path: Path) -> None:
+    heights = [0, 1, 2, 3, 4, 5, 6, 200, 201, 202]
+    write_series(tmp_path, ct_values(), GRID, ImagePositionPatient=lambda k: [0, 0, heights[k]])
+    scan = read_scan(tmp_path)
+    assert scan.voxels.shape == (12, 14, 7)
+    assert "the series has a gap of 194 mm; 3 slices beyond it were left out" in scan.warnings
+
+
+def test_gantry_tilt_is_put_upright(tmp_path: Path) -> None:
+    """A tilted scan of a rod along the body's axis: the rod moves in the slices, and not on the upright grid."""
+    tilt_mm = 2.5 * np.tan(np.radians(15))
+    rows_mm = np.arange(SHAPE[1])[:, None] * 0.8 + np.arange(SHAPE[2]) * tilt_mm
+    rod = np.broadcast_to(1500 * np.exp(-(((rows_mm - 7) / 1.5) ** 2)) - 1024, SHAPE)
+    write_series(tmp_path, np.rint(rod).astype(np.int16), GRID, shift_mm=(0, tilt_mm, 0))
+    scan = read_scan(tmp_path)
+    said = "slices tilted by 15.0 degrees (gantry tilt) were shifted by up to 6.03 mm onto an upright grid"
+    assert scan.warnings[0].startswith(said)
+    assert np.allclose(scan.grid.affine[:3, :3], GRID.affine[:3, :3])
+    assert scan.voxels.shape[0] >= 12
+    assert scan.voxels.shape[1] == 14 + 8 + 1
+    hu = scan.hu()
+    centres = [np.average(np.arange(hu.shape[1]), weights=hu[5, :, k] + 1024) for k in range(5)]
+    assert np.ptp(centres) < 0.05
+    assert scan.grid.world([0, centres[0], 0])[1] == pytest.approx(12.25 - 7, abs=0.05)
+
+
+def test_shear_beyond_any_gantry_is_refused(tmp_path: Path) -> None:
+    write_series(tmp_path, ct_values(), GRID, shift_mm=(0, 6, 0))
+    with pytest.raises(ScanError, match="slices sheared by 67 degrees; expected a gantry tilt of at most 45 degrees"):
+        read_scan(tmp_path)
+
+
+def test_slices_scaled_one_by_one(tmp_path: Path) -> None:
+    slopes = [1, 2, 0.5] * 4
+    write_series(tmp_path, ct_values(), GRID, RescaleSlope=lambda k: slopes[k])
+    scan = read_scan(tmp_path)
+    expected = (ct_values().astype(float) + 1024) * np.array(slopes[:10]) - 1024
+    assert (scan.voxels.dtype, scan.slope, scan.intercept) == (np.int16, 1.0, 0.0)
+    assert np.allclose(scan.hu(), expected, atol=0.51)
+
+
+def test_no_rescale_tags(tmp_path: Path) -> None:
+    write_series(tmp_path, ct_values(), GRID, signed=True, RescaleSlope=None, RescaleIntercept=None)
+    assert same_in_patient(read_scan(tmp_path), ct_values(), GRID)
+
+
+def test_slices_that_are_there_twice(tmp_path: Path) -> None:
+    uid = write_series(tmp_path / "a", ct_values(), GRID)
+    write_series(tmp_path / "copy", ct_values(seed=5), GRID, series_uid=uid, InstanceNumber=lambda k: 100 + k)
+    scan = read_scan(tmp_path)
+    assert same_in_patient(scan, ct_values(), GRID)
+    assert scan.warnings[0].startswith("10 slices lie where another one does and were left out")
+
+
+def test_several_acquisitions_in_a_series(tmp_path: Path) -> None:
+    uid = write_series(tmp_path / "a", ct_values(), GRID, AcquisitionNumber=4)
+    write_series(tmp_path / "b", ct_values(seed=5)[..., :7], GRID, series_uid=uid, AcquisitionNumber=2)
+    scan = read_scan(tmp_path)
+    assert same_in_patient(scan, ct_values(), GRID)
+    assert scan.warnings == ("the series holds 2 acquisitions; number 4 was read (10 of 17 slices)",)
+
+
+def test_other_pictures_in_the_series(tmp_path: Path) -> None:
+    uid = write_series(tmp_path / "a", ct_values(), GRID)
+    sagittal = Grid((14, 10, 3), affine_of(np.eye(3)[:, [1, 2, 0]]))
+    write_series(tmp_path / "b", ct_values()[:3].transpose(1, 2, 0), sagittal, series_uid=uid, name="s{}.dcm")
+    scan = read_scan(tmp_path)
+    assert same_in_patient(scan, ct_values(), GRID)
+    assert scan.warnings == ("3 slices of the series do not fit the others in place, size or direction: left out",)
+
+
+def test_damaged_slices_are_left_out_and_filled(tmp_path: Path) -> None:
+    write_series(tmp_path, ct_values(), GRID)
+    for name, length in (("slice004.dcm", -80), ("slice007.dcm", 300)):
+        content = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(content[:length])
+    scan = read_scan(tmp_path)
+    assert scan.voxels.shape == SHAPE
+    assert np.array_equal(scan.hu()[..., [0, 1, 2, 4, 5, 7, 8, 9]], ct_values()[..., [0, 1, 2, 4, 5, 7, 8, 9]])
+    assert any("2 missing slices were interpolated" in warning for warning in scan.warnings)
+
+
+def test_spacing_that_cannot_be(tmp_path: Path) -> None:
+    write_series(tmp_path, ct_values(), GRID, PixelSpacing=["0", "0.8"])
+    with pytest.raises(ScanError, match=r"voxel spacing \(0, 0.8, 2.5\) mm"):
+        read_scan(tmp_path)
+
+
+def test_volume_is_not_for_dicom(tmp_path: Path) -> None:
+    write_series(tmp_path, ct_values(), GRID)
+    with pytest.raises(ScanError, match="a DICOM series, and --volume"):
+        read_scan(tmp_path, volume=0)
+
+
+def test_masks_of_a_series(tmp_path: Path) -> None:
+    write_series(tmp_path / "series", ct_values(), GRID)
+    scan = read_scan(tmp_path / "series")
+    for suffix in (".nii.gz", ".mha", ".nrrd"):
+        write_labels((scan.hu() < -500).astype(np.uint8), tmp_path / f"mask{suffix}", scan)
+        assert read_scan(tmp_path / f"mask{suffix}").grid.matches(scan.grid)
+
+
+# ------------------------------------------------------------------------------------------------ find_scans
+
+
+def test_a_study_is_one_scan_and_a_folder_of_studies_is_many(tmp_path: Path) -> None:
+    for patient in ("p1", "p2"):
+        study = generate_uid()
+        for series in ("s1", "s2"):
+            folder = tmp_path / patient / "study" / series
+            write_series(folder, ct_values()[..., :3], GRID, study_uid=study, name="{}")
+    assert find_scans(tmp_path / "p1" / "study" / "s1") == [tmp_path / "p1" / "study" / "s1"]
+    assert find_scans(tmp_path / "p1") == [tmp_path / "p1" / "study"]
+    assert find_scans(tmp_path) == [tmp_path / "p1" / "study", tmp_path / "p2" / "study"]
+
+
+def test_studies_that_are_mixed_are_taken_by_folder(tmp_path: Path) -> None:
+    for series, study in (("a", "1.1"), ("b", "1.2"), ("c", "1.1")):
+        write_series(tmp_path / series, ct_values()[..., :2], GRID, study_uid=study)
+    assert find_scans(tmp_path) == [tmp_path / name for name in "abc"]
