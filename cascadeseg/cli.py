@@ -338,9 +338,9 @@ def _details(job: Job, result: Segmentation) -> str:
     model = " ".join(result.model.get(key, "") for key in ("name", "version")).strip()
     lines = [f"scan: {_geometry(result.scan)}", f"model: {model}, on {result.device} in {result.precision}"]
     for lung in result.lungs:
-        hu = "-" if lung.mean_hu is None else f"{lung.mean_hu:.0f} HU"
         whole = f"touches the {' and '.join(lung.touches)} border" if lung.touches else "whole"
-        lines.append(f"{lung.label.title}: mean {hu}, {whole}, crop grown {lung.regrown} times")
+        hu = f"mean {lung.mean_hu:.0f} HU, {whole}" if lung.mean_hu is not None else "not found"
+        lines.append(f"{lung.label.title}: {hu}, crop grown {lung.regrown} times")
     lines += [f"wrote {path}" for path in job.outputs]
     return "\n".join(f"  {line}" for line in lines)
 
@@ -456,15 +456,16 @@ def _run_evaluate(options: argparse.Namespace) -> int:
 def _run_synth(options: argparse.Namespace) -> int:
     spacing = _three(options.spacing)
     from cascadeseg.outputs import make_folder
-
-    output = Path(options.output)
-    make_folder(output)
     from cascadeseg.synthesis import write_dataset
 
+    patients = _preset(options.preset)
+    output = Path(options.output)
+    make_folder(output)
     with _progress(f"{options.count} scans", options.quiet) as progress:
-        write_dataset(output, options.count, options.seed, spacing, _preset(options.preset), progress)
+        write_dataset(output, options.count, options.seed, spacing, patients, progress)
     if not options.quiet:
-        _say(f"{output}: {options.count} synthetic scans with their labels")
+        noun = "scan with its" if options.count == 1 else "scans with their"
+        _say(f"{output}: {options.count} synthetic {noun} labels")
     return DONE
 
 

@@ -130,7 +130,7 @@ class Refused:
         self.capsys = capsys
 
     def __call__(self, arguments: Sequence[str | Path], *words: str, code: int = 2) -> None:
-        before = names(Path())
+        before = sorted(Path().rglob("*"))
         assert run(*arguments) == code
         out, err = self.capsys.readouterr()
         assert out == ""
@@ -138,7 +138,7 @@ class Refused:
         assert "Traceback" not in err
         for word in words:
             assert word in err
-        assert names(Path()) == before, "nothing is left behind"
+        assert sorted(Path().rglob("*")) == before, "nothing is left behind"
 
 
 @pytest.fixture
@@ -206,6 +206,17 @@ def test_infer_writes_the_mask_beside_the_scan(tmp_path: Path, capsys: pytest.Ca
     assert "peak 1,234 MB" in out
     assert err == f"cascadeseg: {scan}: warning: the left lung touches the superior border of the scan\n"
     assert names(tmp_path) == ["with space/scan ä.nii.gz", "with space/scan ä_lungs.nii.gz"]
+
+
+def test_progress_is_for_terminals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scan = make_scan(tmp_path / "scan.nii.gz")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert run("infer", scan) == 0
+    assert "scan.nii.gz: locate |" in capsys.readouterr().err
+    assert run("infer", scan, "--force", "--quiet") == 0
+    assert "locate" not in capsys.readouterr().err
 
 
 def test_quiet_and_verbose(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -386,17 +397,87 @@ def test_mistakes_in_the_call_are_one_line(tmp_path: Path, refused: Refused) -> 
     refused(["infer", scan, "--preview", "p.jpg"], "a name that ends in .png")
 
 
+def nifti(path: str, array: Any, change: Callable[[Any], None] = lambda header: None) -> None:
+    """A NIfTI file with a header that may be wrong."""
+    image = nibabel.Nifti1Image(array, np.diag([2.0, 2.0, 5.0, 1.0]))
+    change(image.header)
+    image.to_filename(path)
+
+
+def damage(path: str, header: dict[int, bytes]) -> None:
+    """Overwrites bytes of an uncompressed NIfTI file."""
+    content = bytearray(Path(path).read_bytes())
+    for at, data in header.items():
+        content[at : at + len(data)] = data
+    Path(path).write_bytes(content)
+
+
 def test_bad_scans_are_one_line(tmp_path: Path, refused: Refused) -> None:
     refused(["infer", "nothing.nii.gz"], "nothing.nii.gz: no such file or folder")
-    (tmp_path / "text.nii.gz").write_text("hello")
+    Path("text.nii.gz").write_text("hello")
     refused(["infer", "text.nii.gz"], "text.nii.gz: ")
-    (tmp_path / "empty").mkdir()
-    refused(["infer", "empty"], "empty: no scan in this folder")
+    Path("nothing.nii.gz").write_bytes(b"")
+    refused(["infer", "nothing.nii.gz"], "nothing.nii.gz: ")
     scan = make_scan(tmp_path / "cut.nii.gz")
     scan.write_bytes(scan.read_bytes()[:-40])
     refused(["infer", scan], "cut.nii.gz: ")
-    nibabel.save(nibabel.Nifti1Image(np.zeros((4, 4, 4, 2), np.int16), np.eye(4)), tmp_path / "4d.nii.gz")
-    refused(["infer", "4d.nii.gz"], "4d.nii.gz: ", "--volume")
+    nifti("4d.nii.gz", np.zeros((4, 4, 4, 2), np.int16))
+    refused(["infer", "4d.nii.gz"], "4d.nii.gz: 4 dimensions", "choose one with --volume N")
+    refused(["infer", "4d.nii.gz", "--volume", "2"], "4d.nii.gz: ", "0 to 1")
+    nifti("rgb.nii.gz", np.zeros((4, 4, 4), [("R", "u1"), ("G", "u1"), ("B", "u1")]))
+    refused(["infer", "rgb.nii.gz"], "rgb.nii.gz: ")
+    nifti("flat.nii.gz", np.zeros((16, 16), np.int16))
+    refused(["infer", "flat.nii.gz"], "flat.nii.gz: ", "3D")
+    nifti("voxel.nii.gz", np.zeros((1, 1, 1), np.int16))
+    refused(["infer", "voxel.nii.gz"], "voxel.nii.gz: a volume of 1 x 1 x 1 voxels")
+    refused(["infer", scan, "--series", "1.2.3"], "cut.nii.gz: not DICOM", "leave out --series")
+
+
+def test_bad_headers_are_one_line(refused: Refused) -> None:
+    def unplaced(header: Any) -> None:
+        header.set_sform(None, 0)
+        header.set_qform(None, 0)
+
+    pixdim, dim = 76, 40
+    for name, at, data in [
+        ("zero.nii", pixdim + 4, np.float32([0, 2, 5]).tobytes()),
+        ("nan.nii", pixdim + 4, np.float32([np.nan, 2, 5]).tobytes()),
+        ("promise.nii", dim + 2, np.int16([30000, 30000, 30000]).tobytes()),
+    ]:
+        nifti(name, np.zeros((4, 5, 6), np.int16), unplaced)
+        damage(name, {at: data})
+        refused(["infer", name], f"{name}: ")
+
+
+def test_bad_folders_are_one_line(refused: Refused) -> None:
+    Path("empty").mkdir()
+    refused(["infer", "empty"], "empty: no scan in this folder")
+    Path("letters").mkdir()
+    Path("letters/a.txt").write_text("hello")
+    refused(["infer", "letters"], "letters: no scan in this folder")
+
+
+def test_odd_scans_are_done_with_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    block = np.full(SHAPE, 40.0, np.float32)
+    block[3:9, 5:15, 4:12] = block[14:22, 5:15, 4:12] = -1000
+    holes, padded = block.copy(), block.copy()
+    holes[0, :3] = np.nan
+    padded[:2] = -3024
+    scans = {
+        "nan": holes,
+        "padding": padded,
+        "offset": block + 1024,
+        "unit": block / 1040 + 0.96,
+        "none": block * 0 + 40,
+    }
+    for name, voxels in scans.items():
+        nifti(f"{name}.nii.gz", voxels)
+        assert run("infer", f"{name}.nii.gz", "--report") == 0
+        err = capsys.readouterr().err
+        warnings = json.loads(Path(f"{name}_lungs.json").read_text())["warnings"]
+        assert warnings
+        for warning in warnings:
+            assert f"cascadeseg: {name}.nii.gz: warning: {warning}\n" in err
 
 
 def test_outputs_are_refused_before_any_work(tmp_path: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -540,9 +621,20 @@ def test_synth_refuses_in_one_line(refused: Refused, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     refused(["synth", "out", "--spacing", "1", "2"], "--spacing: 2 numbers; expected one or three, in mm")
     refused(["synth", "out", "--spacing", "0"], "0 is not above zero")
+    refused(["synth", "file/out"], "file/out: cannot be made (Not a directory)")
+    refused(["synth", "out", "--preset", "old"], "--preset: old; expected one of default, healthy")
     refused(["synth", "out", "--count", "-1"], "-1 is not above zero")
     refused(["synth", "out", "--count", "many"], "invalid int value: 'many'")
     refused(["synth", "file"], "file: a file; expected a folder")
+
+
+def test_synth_writes_scans_and_labels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("synth", "out", "--count", "1", "--seed", "7", "--spacing", "10", "--preset", "healthy") == 0
+    assert capsys.readouterr().out == "out: 1 synthetic scan with its labels\n"
+    (scan,) = (tmp_path / "out" / "imagesTr").iterdir()
+    (labels,) = (tmp_path / "out" / "labelsTr").iterdir()
+    assert read_labels(labels)[1].matches(cascadeseg.read_scan(scan).grid)
+    assert read_labels(labels)[1].spacing_mm == pytest.approx((10, 10, 10))
 
 
 def test_train_refuses_in_one_line(refused: Refused, tmp_path: Path) -> None:

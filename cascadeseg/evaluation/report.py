@@ -85,7 +85,7 @@ def _lung(lung: LungResult) -> dict[str, Any]:
         "snomed_ct": lung.label.snomed,
         "volume_ml": round(lung.volume_ml, 2),
         "mean_hu": None if lung.mean_hu is None else round(lung.mean_hu, 1),
-        "complete": lung.complete,
+        "complete": lung.complete and lung.volume_ml > 0,
         "touches": list(lung.touches),
         "regrown": lung.regrown,
         "box_ras_mm": None if lung.box_mm is None else [list(map(float, corner)) for corner in lung.box_mm],
