@@ -199,9 +199,9 @@ def _draw_torso(d: Draw, config: SynthesisConfig) -> Torso:
         size=d.uniform(0.45, 0.85) if child else d.normal(0.98, 0.085 * v),
         aspect=(d.normal(1, 0.05 * v), d.normal(1, 0.055 * v), d.normal(1, 0.055 * v)),
         inspiration=inspiration,
-        height=max(118.0, 140 + 78 * inspiration + d.normal(0, 12 * v)),
-        half_width=d.normal(131, 8 * v),
-        half_depth=d.normal(93, 9 * v),
+        height=max(112.0, 130 + 80 * inspiration + d.normal(0, 13 * v)),
+        half_width=d.normal(140, 9 * v),
+        half_depth=d.normal(96, 9 * v),
         exponent=d.uniform(2.15, 2.75),
         width_taper=d.uniform(0.36, 0.5),
         front_taper=d.uniform(0.38, 0.6),
@@ -262,8 +262,8 @@ def _draw_chest(d: Draw, torso: Torso, config: SynthesisConfig) -> Chest:
         oesophagus_air=d.uniform(2, 8) if d.chance(0.45) else 0.0,
         roughness=d.uniform(0.5, 2.2),
         tree_seed=d.seed(),
-        leaf=d.uniform(0.42, 0.8),
-        tree_power=d.uniform(2.2, 2.7),
+        leaf=d.uniform(0.24, 0.46),
+        tree_power=d.uniform(2.3, 2.75),
     )
 
 
@@ -321,7 +321,7 @@ def _draw_hounsfield(d: Draw, torso: Torso, config: SynthesisConfig) -> Hounsfie
         cartilage=d.normal(95, 20) + (d.uniform(60, 250) if d.chance(0.4) else 0),
         breast=d.uniform(-60, 40),
         lung=min(max(-718 - 150 * torso.inspiration + d.normal(0, 28 * r), -930.0), -540.0),
-        gravity=d.uniform(10, 60) + 60 * closed,
-        texture=(d.uniform(5, 28) * t, d.uniform(4, 14) * t, d.uniform(5, 26) * t, d.uniform(0, 90) * t),
+        gravity=d.uniform(15, 80) + 80 * closed,
+        texture=(d.uniform(5, 30) * t, d.uniform(4, 18) * t, d.uniform(6, 30) * t, d.uniform(20, 150) * t),
         texture_seed=d.seed(),
     )

@@ -44,15 +44,15 @@ def _branches(patient: Patient, side: int) -> Branches:
     artery_root = np.array([s * 36.0, -5.0, zc - (26 if s > 0 else 12)])
     vein_root = np.array([s * 26.0, -8.0, zc - 48])
     half = len(cloud) // 2
-    artery = grow_tree(rng, artery_root, cloud[:half], chest.leaf, chest.tree_power, 7.0)
-    vein = grow_tree(rng, vein_root, cloud[half:], chest.leaf, chest.tree_power, 6.5)
+    artery = grow_tree(rng, artery_root, cloud[:half], chest.leaf, chest.tree_power, 6.0)
+    vein = grow_tree(rng, vein_root, cloud[half:], chest.leaf, chest.tree_power, 6.0)
     vessels = Beads.joined([tree_beads(artery), tree_beads(vein)])
     # Bronchi run beside the arteries, down to about the fifth generation.
     bronchi = tree_beads(artery, least_leaves=max(8, half // 28), scale=0.7)
     beside = torch.from_numpy(rng.normal(0, 1, 3)).float()
     beside = beside / beside.norm()
     bronchi = Beads(bronchi.centres + beside * (bronchi.radii * 2.0)[:, None], bronchi.radii)
-    thick = vessels.radii > 4.2
+    thick = vessels.radii > 3.6
     central = Beads(vessels.centres[thick], vessels.radii[thick])
     root = torch.from_numpy(artery_root).float()
     close = (central.centres - root).norm(dim=1) < 28 * chest.hilum
@@ -165,10 +165,10 @@ def _paint_parenchyma(scene: Scene, lung: Lung, weight: Tensor) -> None:
     base += _gravity(scene) * hu.gravity + hu.lung
     base = pathology.diffuse(scene, lung.side, base)
     value = scene.up(base, lung.part)
-    grain = scene.noise(seed + 3, 3.2, lung.part)
-    value.add_(grain, alpha=0.5 * t8)
+    grain = scene.noise(seed + 3, 2.6, lung.part)
+    value.add_(grain, alpha=t8)
     # Vessels too small to be drawn one by one.
-    value.add_((grain - 1.3).clamp_(min=0), alpha=threads)
+    value.add_((grain - 0.8).clamp_(min=0), alpha=threads)
     scene.paint(lung.part, weight, value, Tissue.LUNG)
 
 
