@@ -86,11 +86,12 @@ def not_hu(values: Values) -> str:
     span = f"{low:.4g} to {high:.4g}"
     if low == high:
         return f"every voxel is {low:.4g}"
-    if high - low < 100:
+    if high - low < 100 and not (low > -1100 and high < -500):  # a crop of nothing but air or lung is flat
         return f"values from {span} cannot be HU"
     if low >= 0 and high <= 255:
         return f"values from {span} look like an 8-bit picture, not HU"
-    inverted = _share(values, 700, 1100) > 0.1 and _share(values, 1200, np.inf) < 0.0005
+    bright = _share(values, 700, 1100)
+    inverted = bright > 0.1 and bright > 10 * _share(values, -1100, -800) and _share(values, 1200, np.inf) < 0.0005
     if inverted and _share(values, -np.inf, -150) > 0.002:
         return "the values look inverted (air bright, bone dark)"
     if _share(values, -8000, 8000) < 0.99:

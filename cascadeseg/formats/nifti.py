@@ -58,6 +58,7 @@ NOT_OF_A_MASK = (
     *("intent_p1", "intent_p2", "intent_p3"),
 )
 COPY_BYTES = 1 << 24
+READ_BYTES = 1 << 20
 COPY_AGAIN = "copy or download it again"
 
 
@@ -230,12 +231,13 @@ def _read_voxels(
         raise ScanError(path, f"no memory for {shape} voxels of {dtype.name}") from problem
     wanted = voxels.reshape(-1, order="F").view(np.uint8)
     done = 0
-    while count := stream.readinto(wanted[done:]):  # type: ignore[attr-defined]
+    # A piece at a time: a gzip file reads into a buffer by way of bytes of the same length.
+    while count := stream.readinto(wanted[done : done + READ_BYTES]):  # type: ignore[attr-defined]
         done += count
     if done < len(wanted):
         found = f"the file is cut short ({done:,} of {len(wanted):,} bytes of voxels)"
         raise ScanError(path, found, "", COPY_AGAIN)
-    while stream.read(COPY_BYTES):  # not wanted, but a gzip file has its checksum at its end
+    while stream.read(READ_BYTES):  # not wanted, but a gzip file has its checksum at its end
         pass
     return voxels if dtype.isnative else voxels.byteswap(inplace=True).view(dtype.newbyteorder("="))
 

@@ -1,0 +1,158 @@
+"""The doctor: says what is odd, undoes a known offset, and leaves every real kind of CT alone."""
+
+from __future__ import annotations
+
+import re
+import time
+import tracemalloc
+from pathlib import Path
+
+import nibabel
+import numpy as np
+import pytest
+
+from cascadeseg.formats import Scan, read_scan, scan_of, write_scan
+from cascadeseg.geometry import Grid
+from tests.formats.volumes import affine_of, ct_values, oblique_grid
+
+SHAPE = (40, 44, 30)
+
+
+def chest() -> np.ndarray:
+    return ct_values(SHAPE)
+
+
+def checked(values: np.ndarray) -> Scan:
+    return scan_of(values, affine_of())
+
+
+def test_a_chest_is_healthy() -> None:
+    scan = checked(chest())
+    assert scan.warnings == ()
+    assert (scan.slope, scan.intercept) == (1.0, 0.0)
+
+
+def test_other_parts_of_the_body_are_healthy() -> None:
+    rng = np.random.default_rng(1)
+    x, y, _ = np.meshgrid(*[np.linspace(-1, 1, n) for n in SHAPE], indexing="ij")
+    noise = rng.normal(0, 15, SHAPE)
+    head = np.where(np.hypot(x, y) < 0.8, 900.0, -1000) + noise
+    head[np.hypot(x, y) < 0.7] = 35 + noise[np.hypot(x, y) < 0.7]
+    leg = np.where(np.hypot(x, y) < 0.3, -90.0, -1000) + noise
+    leg[np.hypot(x, y) < 0.25] = 60 + noise[np.hypot(x, y) < 0.25]
+    leg[np.hypot(x, y) < 0.1] = 1200
+    abdomen = chest()
+    abdomen[abdomen < -500] = 50
+    lung = chest()[10:16, 18:26]
+    metal = chest()
+    metal[20:22, 20:22] = 30000
+    for values in (head, leg, abdomen, lung, metal, np.clip(chest(), -1000, 400)):
+        assert [w for w in checked(values.astype(np.int16)).warnings if "slices along" not in w] == []
+
+
+@pytest.mark.parametrize("offset", [1024, 1000, -1024])
+@pytest.mark.parametrize("dtype", [np.int16, np.float32])
+def test_an_offset_is_undone_and_told(offset: int, dtype: type) -> None:
+    scan = checked((chest() + offset).astype(dtype))
+    sign = "plus" if offset > 0 else "minus"
+    assert scan.warnings == (f"the values are HU {sign} {abs(offset)}; this was undone",)
+    assert np.array_equal(scan.hu(), chest())
+
+
+def test_an_offset_of_values_with_a_slope() -> None:
+    image = nibabel.Nifti1Image(chest() + 1024, affine_of())
+    nifti = scan_of(image)
+    assert nifti.intercept == -1024
+    assert nifti.voxels.dtype == np.int16
+
+
+def test_signed_values_read_as_unsigned() -> None:
+    scan = checked(chest().view(np.uint16))
+    assert scan.warnings == ("negative values were stored as unsigned ones; they are read as signed",)
+    assert np.array_equal(scan.hu(), chest())
+
+
+@pytest.mark.parametrize("level", [-2000, -2048, -3024])
+def test_padding_is_told(level: int) -> None:
+    values = chest()
+    x, y = np.meshgrid(*[np.linspace(-1, 1, n) for n in SHAPE[:2]], indexing="ij")
+    values[np.hypot(x, y) > 1.05] = level
+    (warning,) = checked(values).warnings
+    assert warning.startswith(f"padding of {level} HU (")
+    assert warning.endswith("% of the volume) is read as air")
+    padded_and_shifted = checked(values + np.int16(1024))
+    assert padded_and_shifted.intercept == -1024
+    assert padded_and_shifted.warnings[0] == warning
+
+
+def test_voxels_that_are_not_numbers_are_counted_and_read_as_air() -> None:
+    values = chest().astype(np.float32)
+    values[3, 4, 5], values[7, 7, 7], values[1, 1, 1] = np.nan, np.inf, -np.inf
+    scan = checked(values)
+    assert scan.warnings == ("3 voxels (5.7e-05 of all) are not numbers and are read as air",)
+    assert np.isfinite(scan.hu()).all()
+    assert (scan.hu()[3, 4, 5], scan.hu()[7, 7, 7]) == (-1024, -1024)
+    nothing = checked(np.full(SHAPE, np.nan, np.float32))
+    assert nothing.warnings[-1] == "no voxel holds a number: the mask may be wrong"
+
+
+UNIT = ((chest().clip(-1024, 400) + 1024) / 1424).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (np.full(SHAPE, 7, np.int16), "every voxel is 7"),
+        (UNIT, "values from 0(.0.*)? to 1 cannot be HU"),
+        (((chest().clip(-160, 240) + 160) / 400 * 255).astype(np.uint8), "values from 0 to 255 look like an 8-bit"),
+        (-chest(), "the values look inverted"),
+        (4095 - (chest() + 1024), "hold neither air nor fat"),
+        (np.abs(chest()) * 3, "hold neither air nor fat"),
+        (chest().clip(-160, 240), r"all values below -160 HU are cut off \(a windowed scan\?\)"),
+        (chest().astype(np.float32) * 100, "cannot be HU"),
+    ],
+    ids=["constant", "unit", "8-bit", "inverted", "inverted 12-bit", "MR", "windowed", "scaled"],
+)
+def test_values_that_cannot_be_hu(values: np.ndarray, words: str) -> None:
+    (warning,) = checked(values).warnings
+    assert warning.endswith(": the mask may be wrong")
+    assert re.search(words, warning)
+
+
+def test_coarse_and_few_slices() -> None:
+    thick = scan_of(chest(), np.diag([0.75, 0.8, 10, 1]))
+    assert thick.warnings == ("voxels of 10 mm are too coarse for a precise mask",)
+    assert scan_of(chest()[..., :4], affine_of()).warnings == ("only 4 slices along one axis",)
+
+
+def test_reading_adds_what_the_doctor_says(tmp_path: Path) -> None:
+    write_scan(ct_values() + np.int16(1024), oblique_grid(), tmp_path / "scan.nii.gz")
+    scan = read_scan(tmp_path / "scan.nii.gz")
+    assert scan.warnings == ("the values are HU plus 1024; this was undone",)
+    assert np.array_equal(scan.hu(), ct_values())
+
+
+@pytest.mark.parametrize("suffix", [".nii", ".nii.gz"])
+def test_no_copy_of_a_scan_is_made(tmp_path: Path, suffix: str) -> None:
+    values = ct_values((192, 192, 96))
+    write_scan(values, Grid.axis_aligned(values.shape, (1, 1, 1)), tmp_path / f"scan{suffix}")
+    read_scan(tmp_path / f"scan{suffix}")  # imports done
+    tracemalloc.start()
+    scan = read_scan(tmp_path / f"scan{suffix}")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert np.array_equal(scan.voxels, values)
+    lattice_bytes = 6e6
+    assert peak < lattice_bytes + (0 if suffix == ".nii" else values.nbytes)
+
+
+def test_the_doctor_is_quick() -> None:
+    values = np.asfortranarray(np.tile(chest(), (6, 6, 6)))
+    best = min(_seconds(values) for _ in range(3))
+    assert best < 0.1
+
+
+def _seconds(values: np.ndarray) -> float:
+    start = time.perf_counter()
+    checked(values)
+    return time.perf_counter() - start
