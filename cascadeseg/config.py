@@ -251,9 +251,7 @@ def _items(config: Any) -> list[tuple[str, Any]]:
         if value is not None:
             items.append((field.name, value))
         elif field.default is not None:
-            raise TypeError(
-                f"{type(config).__name__}.{field.name}: TOML has no None, so None must be its default"
-            )
+            raise TypeError(f"{type(config).__name__}.{field.name}: TOML has no None, so None must be its default")
     return items
 
 
