@@ -5,7 +5,7 @@ from cascadeseg import Segmenter, read_scan, write_labels
 segmenter = Segmenter()                        # loads the model once, serves any number of scans
 scan = read_scan("scan.nii.gz")
 result = segmenter.segment(scan)
-write_labels(result.labels, scan, "scan_lungs.nii.gz")
+write_labels(result.labels, "scan_lungs.nii.gz", scan)
 """
 
 from __future__ import annotations
