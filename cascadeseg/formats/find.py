@@ -74,8 +74,8 @@ def _dicom_folders(folder: Path) -> list[tuple[Path, Path]]:
 
 
 def _may_be_dicom(file: Path) -> bool:
-    if suffix_of(file) in SCAN_SUFFIXES and suffix_of(file) not in DICOM_SUFFIXES:
-        return False
+    if suffix_of(file) in SCAN_SUFFIXES:
+        return suffix_of(file) in DICOM_SUFFIXES
     try:
         with file.open("rb") as stream:
             return stream.read(132)[128:] == b"DICM"

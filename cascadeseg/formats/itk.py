@@ -134,10 +134,14 @@ def holds(path: Path, voxels: npt.NDArray[Any], geometry: ItkGeometry) -> bool:
 
 
 class _Held:
-    """Lends an array's memory together with its owner: SimpleITK's view alone can outlive the image's buffer."""
+    """Lends an array's memory together with its owner: SimpleITK's view alone can outlive the image's buffer.
+
+    The array is marked writable because torch warns of others; nothing writes into a scan.
+    """
 
     def __init__(self, array: npt.NDArray[Any], owner: object) -> None:
-        self.__array_interface__ = array.__array_interface__
+        interface = array.__array_interface__
+        self.__array_interface__ = interface | {"data": (interface["data"][0], False)}
         self.owner = owner
 
 

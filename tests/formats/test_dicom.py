@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import SimpleITK
 from pydicom.uid import (
     DeflatedExplicitVRLittleEndian,
     ExplicitVRBigEndian,
@@ -19,7 +20,7 @@ from pydicom.uid import (
 )
 
 from cascadeseg.errors import ScanError
-from cascadeseg.formats import Scan, dicom_files, find_scans, read_scan, write_labels
+from cascadeseg.formats import Scan, dicom_files, find_scans, read_scan, scan_of, write_labels
 from cascadeseg.formats.dicom import DicomSeries
 from cascadeseg.geometry import Box, Grid
 from tests.formats.dicom_series import write_enhanced, write_series
@@ -45,6 +46,17 @@ def test_every_orientation(tmp_path: Path, directions: np.ndarray) -> None:
     scan = read_scan(tmp_path)
     assert same_in_patient(scan, ct_values(), grid)
     assert scan.warnings == ()
+
+
+def test_itks_own_series_reader_agrees(tmp_path: Path) -> None:
+    grid = Grid(SHAPE, affine_of(rotation(7, -12, 15) @ np.diag([-1, -1, 1])))
+    write_series(tmp_path, ct_values(), grid)
+    reader = SimpleITK.ImageSeriesReader()
+    reader.SetFileNames(reader.GetGDCMSeriesFileNames(str(tmp_path)))
+    oracle = scan_of(reader.Execute())
+    scan = read_scan(tmp_path)
+    assert np.array_equal(scan.hu(), oracle.hu())
+    assert scan.grid.matches(oracle.grid, 1e-3)
 
 
 @pytest.mark.parametrize(
