@@ -31,7 +31,11 @@ def picture(slab: np.ndarray, label: np.ndarray | None, window: str, aspect: flo
     rgb = rgb.transpose(1, 0, 2)[::-1]
     height = PANEL
     width = max(8, round(height * slab.shape[0] / (slab.shape[1] * aspect)))
-    return Image.fromarray(np.ascontiguousarray(rgb)).resize((width, height), Image.Resampling.BILINEAR)
+    tile = Image.new("RGB", (min(width, round(1.5 * height)), height))
+    shrink = tile.width / width
+    fitted = Image.fromarray(np.ascontiguousarray(rgb)).resize((tile.width, max(1, round(height * shrink))))
+    tile.paste(fitted, (0, (height - fitted.height) // 2))
+    return tile
 
 
 def row(hu: np.ndarray, labels: np.ndarray | None, spacing: tuple[float, ...], title: str) -> Image.Image:

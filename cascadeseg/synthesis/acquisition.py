@@ -128,8 +128,8 @@ def _noise_tile(seed: int, colour: float, step_mm: float) -> Tensor:
     radius = (f[:, None].square() + f[None, :].square()).sqrt()
     # A ramp at low frequencies, cut off near the kernel's limit (cycles per mm).
     power = (radius + 0.02) ** 0.5 * torch.exp(-((radius / (0.2 + 0.5 * colour)) ** 2))
-    tile = torch.fft.ifft2(torch.fft.fft2(white, dim=(0, 1)) * power[:, :, None], dim=(0, 1)).real
-    return tile / tile.std()
+    tile: Tensor = torch.fft.ifft2(torch.fft.fft2(white, dim=(0, 1)) * power[:, :, None], dim=(0, 1)).real
+    return (tile / tile.std()).contiguous()
 
 
 def _add_noise(scanner: Scanner, hu: Tensor, wanted: Axes) -> None:

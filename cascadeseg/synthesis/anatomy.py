@@ -164,12 +164,12 @@ def diaphragm_height(x: Tensor, y: Tensor, patient: Patient, side: int) -> Tenso
 
 
 def apex_height(x: Tensor, y: Tensor, patient: Patient, side: int) -> Tensor:
+    """Height of the dome of the pleura at the apex; further down the ribs are narrower than it."""
     chest = patient.chest
-    u = (x - SIDES[side] * chest.apex_x) / 58
-    v = (y - chest.apex_y) / 62
-    q = u.square() + v.square()
-    # Blunt on top, steep towards the ribs.
-    return patient.torso.height - chest.apex_dip[side] - 20 * q - 24 * q * q.clamp(max=4)
+    u = (x - SIDES[side] * chest.apex_x) / 67
+    # It lies at the back; in front the lung ends lower, under the first rib.
+    v = torch.where(y > chest.apex_y, (y - chest.apex_y) / 95, (y - chest.apex_y) / 70)
+    return patient.torso.height - chest.apex_dip[side] - 36 * (u.square() + v.square())
 
 
 def spine_y(z: Tensor, patient: Patient) -> Tensor:
@@ -187,7 +187,8 @@ def mediastinum(p: Points, patient: Patient) -> Tensor:
     vertebra_y, r = spine_y(z, patient), chest.vertebra
     spine = ((x / 1.12).square() + (y - vertebra_y).square()).sqrt() - (r + 2.5)
     # Transverse processes and rib heads fill the gap between the vertebrae and the back wall.
-    wedge = torch.maximum(x.abs() - (r + 7), y - (vertebra_y - 4))
+    flare = 0.4 * (vertebra_y - 8 - y).clamp(0, 45)
+    wedge = torch.maximum(x.abs() - (r + 5) - flare, y - (vertebra_y - 4))
     shape = smooth_min(spine, wedge, 10)
     t = z / torso.height
     width = chest.column * (1 + 0.35 * (t - 0.6).clamp(min=0) + 0.1 * (0.3 - t).clamp(min=0))
@@ -289,7 +290,8 @@ def airways(patient: Patient) -> Beads:
     chest, h = patient.chest, patient.torso.height
     r, (right, left) = chest.trachea, chest.bronchi
     x0, y0, zc = carina_point(chest)
-    trachea = strand([(0, 10, h + 150), (0, 24, h + 95), (0, 20, h + 60), (1, 4, h), (2, -3, (h + zc) / 2), (x0, y0, zc)],
+    trachea = strand([(0, 10, h + 150), (0, 24, h + 95), (0, 20, h + 60), (1, 4, h), (2, -3, (h + zc) / 2),
+                      (x0, y0, zc)],
                      [7, 7.5, r, r, r, r])  # fmt: skip
     bronchus_r = strand(
         [(x0, y0, zc + 3), (x0 + 16, y0 - 2, zc - 12), (34, -11, zc - 27)], [r * 0.8, right, right * 0.9]
@@ -498,14 +500,14 @@ def colon(patient: Patient) -> Beads:
     front_right = 0.72 * patient.torso.half_depth if abdomen.chilaiditi else 15.0
     sag = rng.uniform(0, 90)
     nodes = np.array(
-        [(92, 10, h - 480), (100, 0, h - 400), (98, 0, -150), (84, front_right, right_top), (45, 62, right_top - 30 - sag / 2),
+        [(92, 10, h - 480), (100, 0, h - 400), (98, 0, -150), (84, front_right, right_top),
+         (45, 62, right_top - 30 - sag / 2),
          (0, 68, -135 - sag), (-45, 55, -110 - sag / 2), (-88, 12, left_top), (-103, -20, -140), (-102, -14, h - 400),
          (-80, 10, h - 480), (-20, 20, h - 500), (10, -30, h - 530), (0, -50, h - 600)]
     )  # fmt: skip
     nodes += rng.normal(0, 8, nodes.shape)
-    beads = strand(
-        nodes.tolist(), abdomen.colon * np.interp(np.arange(14), [0, 3, 8, 13], [1.25, 1.1, 0.85, 0.8]), 0.18
-    )
+    calibre = abdomen.colon * np.interp(np.arange(14), [0, 3, 8, 13], [1.25, 1.1, 0.85, 0.8])
+    beads = strand(nodes.tolist(), calibre.tolist(), 0.18)
     along = torch.arange(len(beads))
     haustra = 1 + 0.14 * torch.sin(along * 1.25) + 0.1 * torch.sin(along * 0.31 + 1)
     return Beads(beads.centres, beads.radii * haustra)
@@ -515,7 +517,8 @@ def small_bowel(patient: Patient) -> tuple[Beads, Beads]:
     """Loops with gas and loops with fluid."""
     abdomen, torso = patient.abdomen, patient.torso
     rng = np.random.default_rng(abdomen.seed + 1)
-    gas, fluid = [], []
+    gas: list[Beads] = []
+    fluid: list[Beads] = []
     for _ in range(abdomen.loops):
         centre = np.array([rng.uniform(-85, 85), rng.uniform(0, 70), rng.uniform(torso.height - 500, -120)])
         walk = centre + np.cumsum(rng.normal(0, 20, (5, 3)), axis=0)

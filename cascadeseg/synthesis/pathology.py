@@ -41,7 +41,7 @@ def _fluid_distance(scene: Scene, side: int) -> Tensor | None:
     # Fluid climbs along the side wall: its surface is a bowl.
     bowl = (across.abs() / (60 * scene.scale)).square() * 0.35 * thick
     level = _dependent_wall(scene) + thick + bowl.clamp(max=1.2 * thick)
-    level = level + 3 * scene.coarse_noise(f.seed + 1 + side, 45.0)
+    level = level + 5 * scene.coarse_noise(f.seed + 1 + side, 38.0)
     # Less of it further up the chest.
     z = scene.body[2] / scene.patient.torso.height
     fluid = height - level + (z - 0.25).clamp(min=0) * (0.9 * thick)
@@ -101,7 +101,7 @@ def diffuse(scene: Scene, side: int, base: Tensor) -> Tensor:
         base = base + f.mosaic * torch.tanh(2.5 * scene.coarse_noise(f.seed + 30, 24.0)) * 0.6
     if f.emphysema[side]:
         up = (scene.body[2] / scene.patient.torso.height - 0.3).clamp(-0.3, 0.7)
-        spots = torch.sigmoid((scene.coarse_noise(f.seed + 31, 9.0) - 0.9 + 1.3 * f.emphysema[side] + up) * 3)
+        spots = torch.sigmoid((scene.coarse_noise(f.seed + 31, 9.0) - 0.9 + 1.3 * f.emphysema[side] + up) * 6)
         base = torch.lerp(base, torch.full_like(base, -965), 0.85 * f.emphysema[side] * spots)
     return base
 
@@ -121,6 +121,9 @@ def paint_lesions(scene: Scene, lung: Lung, weight: Tensor) -> None:
     _paint_atelectasis(scene, lung, weight)
     if f.white[lung.side]:
         _paint_dense(scene, lung, weight * f.white[lung.side], 45)
+    if lung.bronchi is not None and f.seed % 3:
+        # Air bronchograms: what was dense has kept its larger bronchi.
+        scene.hu[lung.part].lerp_(torch.full((), -930.0, device=scene.device), lung.bronchi.mul_(0.85))
     _paint_nodules(scene, lung, weight)
 
 
@@ -152,7 +155,7 @@ def _paint_patches(
         return
     dense = scene.up(field, lung.part)
     # Ragged edges, and air left in the small bronchi.
-    dense.add_(scene.noise(f.seed + key + 7, 4.5, lung.part), alpha=0.45)
+    dense.add_(scene.noise(f.seed + key + 7, 4.5, lung.part), alpha=0.3 * sharp)
     dense = dense.clamp_(0, 1).mul_(strength).mul_(weight)
     grain = scene.noise(f.seed + key + 8, 5.0, lung.part).mul_(14).add_(f.dense_hu)
     scene.hu[lung.part].lerp_(grain, dense)
@@ -211,9 +214,9 @@ def _paint_fibrosis(scene: Scene, lung: Lung, weight: Tensor) -> None:
     f = scene.patient.findings
     z = scene.up(scene.body[2] / scene.patient.torso.height, lung.part)
     zone = torch.exp((lung.distance / 11).clamp_(max=0)) * (1.25 - z).clamp_(0.15, 1.3) * f.fibrosis
-    net = scene.noise(f.seed + 70, 3.4, lung.part)
-    lines = (1 - net.abs() * 2.2).clamp_(min=0)
-    dense = (lines * zone).mul_(weight).clamp_(0, 0.8)
+    net = scene.noise(f.seed + 70, 3.6, lung.part)
+    lines = (1.1 - net.abs() * 1.8).clamp_(min=0)
+    dense = (lines * zone).mul_(1.5 * weight).clamp_(0, 0.85)
     grain = torch.full((), 0.0, device=scene.device)
     scene.hu[lung.part].lerp_(grain, dense)
     holes = ((net - 0.9).clamp_(min=0) * zone * (f.fibrosis > 0.6)).mul_(weight).clamp_(0, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cascadeseg.synthesis import anatomy
-from cascadeseg.synthesis.fields import Beads, ellipsoid, normalised, smooth_min, splat
+from cascadeseg.synthesis.fields import Beads, ellipsoid, normalised, smooth_min, splat, strand
 from cascadeseg.synthesis.scene import Scene
 from cascadeseg.synthesis.tissue import Tissue
 
@@ -70,32 +71,43 @@ def _breasts(scene: Scene) -> Tensor:
 
 
 def paint_couch(scene: Scene) -> None:
-    """Couch, mattress and blankets around the patient, in the scanner's frame."""
+    """Couch, mattress and the shells under them, in the scanner's frame."""
     scanner = scene.patient.scanner
-    x, y, z = scene.axes.points(scene.device)
+    if scanner.couch == "none":
+        return
+    height, across = _couch_frame(scene)
+    draws = {k: float(v) for k, v in zip("abcdefghijkl", np.random.default_rng(scanner.seed).random(12), strict=True)}
+    half = 190 + 75 * draws["a"]
+    top = height - across.square() * (0.0006 if scanner.couch == "curved" else 0.0)
+    thick = 15 + 60 * draws["b"] ** 2 if scanner.couch != "thin" else 7.0
+    beyond = (across.abs() - half).clamp(min=0)
+    foam = -1000 + 160 * draws["d"]
+    slab = torch.maximum(top, -height - thick) + beyond
+    _paint_slab(scene, slab, -600 + 750 * draws["c"], foam, 1.2 + 2.5 * draws["e"])
+    if draws["f"] < 0.6:
+        mat = torch.maximum(top - 8 - 12 * draws["g"], -top + 1) + (across.abs() - half + 25).clamp(min=0)
+        _paint_slab(scene, mat, -850 + 500 * draws["h"], -990 + 120 * draws["d"], 2.0)
+    if draws["i"] < 0.5:
+        # The cradle under a flat board: a bowl of one or two thin shells.
+        for depth in (20 + 60 * draws["j"], 45 + 90 * draws["j"])[: 1 + int(draws["k"] < 0.6)]:
+            bowl = height + thick + depth - across.square() * (0.0003 + 0.0007 * draws["l"])
+            shell = torch.maximum(bowl.abs() - 1.5, across.abs() - half - 15)
+            _paint_slab(scene, shell, -400 + 600 * draws["c"], 0.0, 100.0)
+
+
+def _couch_frame(scene: Scene) -> tuple[Tensor, Tensor]:
+    """World height over the couch's top and distance from its middle line, (X, Y, 1) mm."""
+    scanner = scene.patient.scanner
+    x, y, _ = scene.axes.points(scene.device)
     ox, oy, _ = scene.patient.torso.offset
     ux, uy = scanner.up
-    rng = np.random.default_rng(scanner.seed)
-    depth, reach = _lowest_point(scene), 2.0
-    # Height above the couch's top face and distance from its middle line.
-    height = (x - ox) * ux + (y - oy) * uy + depth + scanner.couch_gap
-    across = (x - ox) * uy - (y - oy) * ux + float(rng.uniform(-25, 25))
-    draws = {k: float(v) for k, v in zip("abcdefgh", rng.random(8), strict=True)}
-    if scanner.couch != "none":
-        half = 200 + 70 * draws["a"]
-        bow = across.square() * (0.0006 if scanner.couch == "curved" else 0.0)
-        top = height - bow
-        thick = 18 + 60 * draws["b"] if scanner.couch != "thin" else 8.0
-        end = (across.abs() - half).clamp(min=0)
-        slab = torch.maximum(top, -top - thick + 0.9 * bow) + end
-        _paint_slab(scene, slab, -600 + 750 * draws["c"], -990 + 190 * draws["d"], 1.5 + 2.5 * draws["e"])
-        if draws["f"] < 0.6:
-            mat = torch.maximum(top - 8 - 12 * draws["g"], -top + 1) + (across.abs() - half + 25).clamp(min=0)
-            _paint_slab(scene, mat, -850 + 500 * draws["h"], -985 + 120 * draws["d"], reach)
+    across = (x - ox) * uy - (y - oy) * ux
+    tilt = math.radians(scanner.couch_tilt)
+    height = (x - ox) * ux + (y - oy) * uy + _lowest_point(scene) + scanner.couch_gap + tilt * across
+    return height, across + 12 * scanner.couch_tilt
 
 
 def _paint_slab(scene: Scene, distance: Tensor, shell_hu: float, foam_hu: float, wall_mm: float) -> None:
-    distance = distance.expand(distance.shape[0], distance.shape[1], 1)
     shell = (0.5 - distance / scene.voxel_mm).clamp(0, 1)
     foam = (0.5 - (distance + wall_mm) / scene.voxel_mm).clamp(0, 1)
     hu = scene.patient.hounsfield.air
@@ -352,4 +364,4 @@ def _paint_head(scene: Scene) -> None:
     x, y, z = p
     mastoid = ellipsoid((x.abs(), y, z), (52, -14, h + 170), (13, 15, 17)) * k
     scene.shape(mastoid, -450.0, Tissue.BONE, 250.0)
-    scene.tubes(anatomy.strand([(0, 12, h + 150), (0, 40, h + 150), (0, 80, h + 160)], 8), hu.lumen, Tissue.GAS)
+    scene.tubes(strand([(0, 12, h + 150), (0, 40, h + 150), (0, 80, h + 160)], 8), hu.lumen, Tissue.GAS)

@@ -15,7 +15,7 @@ from cascadeseg.synthesis.fields import Beads, Slices, smooth_max, splat, splat_
 from cascadeseg.synthesis.render_body import Shapes
 from cascadeseg.synthesis.scene import Scene
 from cascadeseg.synthesis.tissue import Tissue
-from cascadeseg.synthesis.trees import grow_tree, tree_beads
+from cascadeseg.synthesis.trees import Array, grow_tree, tree_beads
 
 if TYPE_CHECKING:
     from cascadeseg.synthesis.patient import Patient
@@ -61,7 +61,7 @@ def _branches(patient: Patient, side: int) -> Branches:
     return Branches(vessels, bronchi, wall, central)
 
 
-def _points_inside(rng: np.random.Generator, patient: Patient, side: int, count: int) -> np.ndarray:
+def _points_inside(rng: np.random.Generator, patient: Patient, side: int, count: int) -> Array:
     """``count`` points spread over one lung (body space)."""
     torso, s = patient.torso, anatomy.SIDES[side]
     low = np.array([0.0, -torso.half_depth, -120.0])
@@ -70,18 +70,23 @@ def _points_inside(rng: np.random.Generator, patient: Patient, side: int, count:
     p[:, 0] *= s
     x, y, z = (torch.from_numpy(p[:, a]).float() for a in range(3))
     inside = anatomy.lung_part((x, y, z), patient, side) < -1.5
-    return p[inside.numpy()][:count].astype(np.float64)
+    chosen: Array = p[inside.numpy()][:count]
+    return chosen
 
 
 @dataclass(eq=False)
 class Lung:
-    """One lung while it is painted: its box, the distance to it, and the distance to its pleural cavity."""
+    """One lung while it is painted: its box, distances (mm) to it, to its pleural cavity and to the ribs' inner face.
+
+    ``bronchi`` is which part of each voxel the bronchi inside the lung fill.
+    """
 
     side: int
     part: Slices
     distance: Tensor
     cavity: Tensor
     wall: Tensor
+    bronchi: Tensor | None = None
 
 
 def paint_lungs(scene: Scene, shapes: Shapes) -> Tensor:
@@ -210,6 +215,7 @@ def _paint_trees(scene: Scene, lung: Lung, weight: Tensor) -> None:
     for beads, value, tissue in layers:
         tube = splat_weight(scene.world(beads), axes, scene.device, scene.voxel_mm)
         scene.paint(lung.part, tube.mul_(inside), value, tissue)
+    lung.bronchi = tube
 
 
 def paint_airways(scene: Scene) -> None:
