@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -54,8 +53,8 @@ class LungResult:
 
     @property
     def complete(self) -> bool:
-        """Whether the whole lung is in the scan, as far as one can see."""
-        return not self.touches
+        """Whether the lung was found, and all of it is in the scan as far as one can see."""
+        return self.volume_ml > 0 and not self.touches
 
 
 @dataclass(frozen=True)
@@ -240,5 +239,9 @@ def _concerns(lungs: tuple[LungResult, ...]) -> tuple[str, ...]:
 
 def peak_memory_mb() -> float:
     """The largest resident memory this process ever had."""
+    if sys.platform == "win32":
+        return float("nan")
+    import resource
+
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return float(peak) / (2**20 if sys.platform == "darwin" else 2**10)
