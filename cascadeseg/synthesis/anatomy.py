@@ -94,7 +94,8 @@ def core(p: Points, torso: Torso) -> Tensor:
     f, g = profile(z, zs, front), profile(z, zs, back)
     # A shallow groove over the spine.
     y = y - 6 * torch.exp(-(x / 20).square()) * (y < 0)
-    return superellipse(x, y - (f + g) / 2, profile(z, zs, wide), (f - g) / 2, 2.5)
+    trunk = superellipse(x, y - (f + g) / 2, profile(z, zs, wide), (f - g) / 2, 2.5)
+    return smooth_max(trunk, torch.maximum(z - (h + 150), h - 645 - z), 25)
 
 
 def fat_depth(p: Points, torso: Torso) -> Tensor:

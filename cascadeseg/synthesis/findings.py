@@ -99,7 +99,7 @@ def draw_findings(d: Draw, config: PathologyConfig, child: bool) -> Findings:
         lower=d.uniform(-0.5, 1.0),
         blob=d.uniform(12, 38),
         lobar=_side_of(d, d.integer(0, 2) if d.chance(config.lobar * f) else -1, -1),
-        white=(d.uniform(0.8, 1) if white == 0 else 0.0, d.uniform(0.8, 1) if white == 1 else 0.0),
+        white=(d.uniform(0.93, 1) if white == 0 else 0.0, d.uniform(0.93, 1) if white == 1 else 0.0),
         atelectasis=(collapse * d.uniform(0.5, 1.1), collapse * d.uniform(0.5, 1.1)),
         emphysema=(smoker * d.uniform(0.7, 1), smoker * d.uniform(0.7, 1)),
         fibrosis=d.uniform(0.3, 1) if d.chance(config.fibrosis * f) else 0.0,

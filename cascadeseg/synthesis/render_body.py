@@ -197,9 +197,11 @@ def _paint_axillae(scene: Scene, shapes: Shapes) -> None:
 def paint_cavities(scene: Scene, shapes: Shapes) -> None:
     """Fat fills the chest and the belly, the diaphragm parts them."""
     hu = scene.patient.hounsfield
-    shell = torch.maximum(shapes.cage, (scene.patient.torso.height + 25 - scene.body[2]) * -scene.scale)
+    h, z = scene.patient.torso.height, scene.body[2]
+    shell = torch.maximum(shapes.cage, (z - h - 25) * scene.scale)
+    shell = torch.maximum(shell, (h - 480 - z) * scene.scale)
     scene.shape(shell, hu.deep_fat, Tissue.MEDIASTINUM, 9.0)
-    scene.shape(torch.maximum(shapes.cage, shapes.below), hu.muscle, Tissue.DIAPHRAGM)
+    scene.shape(torch.maximum(shell, shapes.below), hu.muscle, Tissue.DIAPHRAGM)
     belly = normalised(anatomy.abdominal_cavity(scene.body, scene.patient))
     scene.shape(torch.maximum(belly, shapes.below + 3.2), hu.deep_fat, Tissue.ABDOMEN, 9.0)
 
