@@ -40,7 +40,7 @@ def working_axes(patient: Patient, wanted: Axes) -> Axes:
         parts = sub_slices(step) if a == 2 else 1
         reach = 2.5 * scanner.blur_mm + 0.5 * step
         if a == 2:
-            reach = 0.5 * slice_thickness(scanner, step) + slice_distance(scanner, step) + step
+            reach = 0.5 * slice_thickness(scanner, step) + slice_distance(scanner, step) + step + scanner.motion_mm / 2
         margin = math.ceil(reach / (step / parts))
         number = torch.arange(-margin, (len(row) - 1) * parts + margin + 1, dtype=torch.float64)
         rows.append(row[0] + number * (step / parts))
@@ -67,14 +67,17 @@ def slice_matrix(scanner: Scanner, work: Tensor, wanted: Tensor, step: float) ->
     """(wanted, work) weights: averaging over the slice thickness and, for thick slices, interpolating between them."""
     thick, distance = slice_thickness(scanner, step), slice_distance(scanner, step)
     if distance <= 1.01 * step:
-        return _slab(work, wanted, thick)
+        return _slab(work, wanted, thick, scanner.motion_mm)
     first = math.floor(float(wanted[0]) / distance)
     last = math.ceil(float(wanted[-1]) / distance)
     slices = torch.arange(first, last + 2, dtype=torch.float64) * distance
-    return linear_matrix(slices, wanted) @ _slab(work, slices, thick)
+    return linear_matrix(slices, wanted) @ _slab(work, slices, thick, scanner.motion_mm)
 
 
-def _slab(work: Tensor, centres: Tensor, thick: float) -> Tensor:
+def _slab(work: Tensor, centres: Tensor, thick: float, motion_mm: float = 0.0) -> Tensor:
+    """(centres, work) means over slabs; with motion, of two places of the body: every contour is seen twice."""
+    if motion_mm:
+        return (_slab(work, centres - motion_mm / 2, thick) + _slab(work, centres + motion_mm / 2, thick)) / 2
     step = float(work[1] - work[0])
     gap = (work[None, :] - centres[:, None]).abs()
     weight = ((thick + step) / 2 - gap).clamp(0, min(step, thick))

@@ -186,15 +186,17 @@ def mediastinum(p: Points, patient: Patient) -> Tensor:
     torso, chest = patient.torso, patient.chest
     k = chest.blend
     vertebra_y, r = spine_y(z, patient), chest.vertebra
-    spine = ((x / 1.12).square() + (y - vertebra_y).square()).sqrt() - (r + 2.5)
-    # Transverse processes and rib heads fill the gap between the vertebrae and the back wall.
-    flare = 0.4 * (vertebra_y - 8 - y).clamp(0, 45)
-    wedge = torch.maximum(x.abs() - (r + 5) - flare, y - (vertebra_y - 4))
-    shape = smooth_min(spine, wedge, 10)
+    spine = ((x / 1.12).square() + (y - vertebra_y).square()).sqrt() - (r + 1.5)
+    # Rib heads and transverse processes: the lung leaves the vertebra outwards and backwards.
+    behind = (vertebra_y + 2 - y).clamp(0, 60)
+    wedge = torch.maximum(x.abs() - (r + 2) - chest.gutter * behind, y - (vertebra_y - 2))
+    shape = smooth_min(spine, wedge, 12)
     t = z / torso.height
-    width = chest.column * (1 + 0.35 * (t - 0.6).clamp(min=0) + 0.1 * (0.3 - t).clamp(min=0))
+    # Wide above the carina; below it the lungs nearly meet behind the heart.
+    above = torch.sigmoid((z - chest.carina + 12) / 9)
+    width = chest.column * (0.6 + 0.4 * above + 0.35 * (t - 0.6).clamp(min=0) + 0.1 * (0.3 - t).clamp(min=0))
     front = 10 + chest.column_depth * (0.75 + 0.25 * torch.sigmoid((t - 0.4) * 12))
-    back = vertebra_y
+    back = vertebra_y + 6 * above
     column = superellipse(x - 0.35 * chest.junction_x, y - (front + back) / 2, width, (front - back) / 2, 2.2)
     shape = smooth_min(shape, column, k)
     shape = smooth_min(shape, heart(p, patient, shadow=True), 0.8 * k)
@@ -202,6 +204,8 @@ def mediastinum(p: Points, patient: Patient) -> Tensor:
     for s, dx, dz in ((1.0, 0.0, -26.0), (-1.0, 2.0, -20.0)):
         centre = (s * (33 + dx), -8.0, zc + dz)
         shape = smooth_min(shape, ellipsoid(p, centre, [v * chest.hilum for v in (12.0, 17.0, 24.0)]), k)
+    subcarinal = ellipsoid(p, (-6.0, chest.vertebra_y + 34, zc - 24), (34.0, 20.0, 32.0))
+    shape = smooth_min(shape, subcarinal, k)
     middle, half = junction(p, patient)
     # The septum itself is too thin for the coarse lattice; here only the triangle of fat behind the sternum.
     return smooth_min(shape, torch.maximum((x - middle).abs() - (half - 0.5 * chest.septum), -y), 6)
@@ -398,7 +402,7 @@ def _sternal_dent(torso: Torso, z: float) -> float:
 def sternum(patient: Patient) -> Beads:
     torso = patient.torso
     parts = []
-    for dx in (-10.0, 0.0, 10.0):
+    for dx in (-12.0, -4.0, 4.0, 12.0):
         path = []
         for t in (0.2, 0.4, 0.6, 0.75, 0.9):
             z = t * torso.height
@@ -424,10 +428,10 @@ def girdle(patient: Patient) -> Beads:
         )
         back = -torso.half_depth - 12
         spread = 24 if torso.arms == "up" else 0
-        for i in range(7):
+        for i in np.linspace(0, 6, 15):
             low = (s * (58 + 8 * i + spread), back + 3 + 2.2 * i, h - 150 + 9 * i + raised)
             high = (s * (52 + 11 * i + spread), back + 18 + 3 * i, h - 24 - 3 * i + raised)
-            parts.append(strand([low, high], 2.8, 0.7))
+            parts.append(strand([low, high], 2.6, 0.8))
         parts.append(strand([(s * (54 + spread), back + 10, h - 40 + raised), joint], [4.5, 9], 0.5))
         parts.append(strand([joint, (joint[0] + s * 3, joint[1], joint[2] - 6)], [22, 20], 0.4))
         parts += [strand(path, [12, 11, 11, 8], 0.4) for path, _ in arm_paths(torso, s)]

@@ -41,6 +41,7 @@ class PathologyConfig:
     bullae: float = 0.10
     mosaic: float = 0.25
     fibrosis: float = 0.12
+    pleural_thickening: float = 0.12
     effusion: float = 0.22
     pneumothorax: float = 0.05
     missing_lung: float = 0.03

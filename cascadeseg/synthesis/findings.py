@@ -44,6 +44,7 @@ class Findings:
         pneumothorax: depth of free air at the non-dependent wall.
         missing: 1 where the lung was removed or never grew.
         raised: how far the dome is raised.
+        pleura: thickness of plaques and fat on the costal pleura.
         devices: names of lines, tubes and implants.
     """
 
@@ -68,6 +69,7 @@ class Findings:
     pneumothorax: Pair
     missing: tuple[int, int]
     raised: Pair
+    pleura: float
     hernia: float
     pull_up: float
     dense_hu: float
@@ -112,6 +114,7 @@ def draw_findings(d: Draw, config: PathologyConfig, child: bool) -> Findings:
         pneumothorax=(air[0], air[1]),
         missing=(int(missing == 0), int(missing == 1)),
         raised=_draw_raised(d, config.raised_diaphragm * config.rate, missing),
+        pleura=d.uniform(2, 10) if d.chance(config.pleural_thickening * f) else 0.0,
         hernia=d.uniform(0.4, 1.6) if d.chance(config.hiatal_hernia * config.rate) else 0.0,
         pull_up=d.uniform(9, 22) if d.chance(0.012 * config.rate) else 0.0,
         dense_hu=d.normal(32, 16) + (d.uniform(0, 60) if d.chance(0.4) else 0),

@@ -63,6 +63,7 @@ class Chest:
     carina: float
     vertebra: float
     vertebra_y: float
+    gutter: float
     heart_centre: tuple[float, float, float]
     heart_radii: tuple[float, float, float]
     heart_tilt: float
@@ -80,6 +81,7 @@ class Chest:
     hilum: float
     oesophagus_air: float
     roughness: float
+    ribs_felt: float
     tree_seed: int
     leaf: float
     tree_power: float
@@ -244,6 +246,7 @@ def _draw_chest(d: Draw, torso: Torso, config: SynthesisConfig) -> Chest:
         carina=d.uniform(0.55, 0.66) * torso.height,
         vertebra=d.normal(17, 1.5 * v),
         vertebra_y=-d.uniform(0.46, 0.56) * torso.half_depth,
+        gutter=d.uniform(0.35, 0.8),
         heart_centre=(-d.normal(20, 6 * v), 0.33 * front - 4 * (enlarged - 1), d.normal(34, 7 * v)),
         heart_radii=(58 * scale, 45 * scale * d.normal(1, 0.06 * v), 52 * scale * d.normal(1, 0.07 * v)),
         heart_tilt=d.uniform(0.15, 0.6),
@@ -261,6 +264,7 @@ def _draw_chest(d: Draw, torso: Torso, config: SynthesisConfig) -> Chest:
         hilum=d.uniform(0.75, 1.3),
         oesophagus_air=d.uniform(2, 8) if d.chance(0.45) else 0.0,
         roughness=d.uniform(0.5, 2.2),
+        ribs_felt=d.uniform(0.2, 1.3),
         tree_seed=d.seed(),
         leaf=d.uniform(0.24, 0.46),
         tree_power=d.uniform(2.3, 2.75),

@@ -124,7 +124,11 @@ def _lung(scene: Scene, shapes: Shapes, side: int) -> Lung | None:
     part = scene.near(torch.maximum(rough_cavity, -mediastinum))
     if part is None:
         return None
-    wall = scene.up(shapes.cage, part)
+    ribs = shapes.cage + scene.coarse_noise(patient.chest.tree_seed + 4, 12.0) * patient.chest.ribs_felt
+    if patient.findings.pleura:
+        plaques = (scene.coarse_noise(patient.findings.seed + 15, 24.0) - 0.6).clamp_(0, 1)
+        ribs = ribs + plaques * patient.findings.pleura * k
+    wall = scene.up(ribs, part)
     cavity = torch.maximum(wall, scene.up(shapes.diaphragm[side], part))
     cavity = smooth_max(cavity, scene.up(apex, part), 8.0)
     cavity = smooth_max(cavity, scene.up(mediastinum, part).neg_(), 9.0)

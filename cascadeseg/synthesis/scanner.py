@@ -85,7 +85,7 @@ def draw_scanner(d: Draw, config: SynthesisConfig) -> Scanner:
         couch_gap=d.uniform(0, 12),
         couch_tilt=d.normal(0, 2),
         cloth=d.integer(0, 3) if d.chance(0.7 * c.cloth) else 0,
-        motion_mm=d.uniform(1, 6) if d.chance(0.2 * a.blur) else 0.0,
+        motion_mm=d.uniform(1.5, 6) if d.chance(0.15 * a.blur) else 0.0,
         seed=d.seed(),
     )
 

@@ -1,0 +1,76 @@
+"""Over many patients, sizes and HU must lie in published ranges (sources beside each)."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+
+from cascadeseg.geometry import Grid
+from cascadeseg.synthesis import PRESETS, Tissue, render, sample_patient
+
+SPACING = 6.0
+PATIENTS = 200
+
+pytestmark = pytest.mark.slow
+
+
+@cache
+def adults() -> list[dict[str, float]]:
+    """Volumes (ml), extents (mm) and median HU of healthy adults."""
+    return [_measured(seed) for seed in range(PATIENTS) if not sample_patient(seed, PRESETS["healthy"]).torso.child]
+
+
+def _measured(seed: int) -> dict[str, float]:
+    patient = sample_patient(seed, PRESETS["healthy"])
+    half = (230, 200, 240)
+    x, y, z = patient.torso.offset
+    centre = np.array([x, y, z + 0.35 * patient.torso.height * patient.torso.size])
+    grid = Grid.axis_aligned([int(2 * h / SPACING) + 1 for h in half], (SPACING,) * 3, centre - half)
+    phantom = render(patient, grid)
+    ml = SPACING**3 / 1000
+    right, left = (float((phantom.labels == value).sum()) * ml for value in (1, 2))
+    found = {"right": right, "left": left}
+    for tissue in (Tissue.FAT, Tissue.MUSCLE, Tissue.LIVER, Tissue.LUNG, Tissue.AIR, Tissue.BONE):
+        inside = phantom.tissues == int(tissue)
+        found[tissue.name] = float(phantom.hu[inside].median()) if int(inside.sum()) > 100 else float("nan")
+    return found
+
+
+def column(name: str) -> np.ndarray:
+    values = np.array([patient[name] for patient in adults()])
+    return values[~np.isnan(values)]
+
+
+def test_lung_volumes() -> None:
+    # Supine total lung capacity 4066 +- 1190 ml (Crit Care 2013, "Limits of normality of quantitative thoracic CT"),
+    # less at ordinary breath-holds. Ours spread wider on purpose: what a network saw too little of, it misses.
+    total = column("right") + column("left")
+    assert 3000 < total.mean() < 5000
+    assert 1000 < total.std() < 2000
+    assert np.percentile(total, 2) > 1200
+    assert np.percentile(total, 98) < 8500
+
+
+def test_the_right_lung_is_a_little_larger() -> None:
+    # 52-55 % of the volume is the right lung's in adults (Cheng 2019, Int J COPD 14:1657, by lobes).
+    share = column("right") / (column("right") + column("left"))
+    assert 0.49 < np.median(share) < 0.56
+    assert 0.4 < np.percentile(share, 3) < np.percentile(share, 97) < 0.66
+
+
+@pytest.mark.parametrize(
+    ("tissue", "low", "high"),
+    [
+        # Textbook CT numbers; the lung's from quantitative CT (mean -856 +- 30 at full inspiration, higher when not).
+        ("FAT", -130, -80),
+        ("MUSCLE", 20, 75),
+        ("LIVER", 10, 130),
+        ("LUNG", -910, -650),
+        ("AIR", -1030, -970),
+        ("BONE", 100, 700),
+    ],
+)
+def test_median_hu_of_tissues(tissue: str, low: float, high: float) -> None:
+    values = column(tissue)
+    assert len(values) > 0.9 * len(adults())
+    assert low < np.percentile(values, 10) < np.percentile(values, 90) < high
