@@ -28,7 +28,7 @@ def grid_axes(grid: Grid) -> Axes:
         # Voxel numbers in the world's lattice: the same float for the same voxel, whatever the box.
         number = round(first / step)
         rows.append((torch.arange(grid.shape[a], dtype=torch.float64) + number) * step + (first - number * step))
-    return Axes(*rows)
+    return Axes(rows[0], rows[1], rows[2], grid.spacing_mm)
 
 
 def working_axes(patient: Patient, wanted: Axes) -> Axes:
@@ -44,7 +44,8 @@ def working_axes(patient: Patient, wanted: Axes) -> Axes:
         margin = math.ceil(reach / (step / parts))
         number = torch.arange(-margin, (len(row) - 1) * parts + margin + 1, dtype=torch.float64)
         rows.append(row[0] + number * (step / parts))
-    return Axes(*rows)
+    x, y, z = wanted.steps
+    return Axes(rows[0], rows[1], rows[2], (x, y, z / sub_slices(z)))
 
 
 def sub_slices(step: float) -> int:

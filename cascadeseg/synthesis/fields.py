@@ -22,25 +22,25 @@ Slices = tuple[slice, slice, slice]
 
 @dataclass(frozen=True, eq=False)
 class Axes:
-    """The voxel centres of an axis-aligned lattice: three increasing rows of world mm (CPU, float64)."""
+    """The voxel centres of an axis-aligned lattice: increasing rows of world mm (CPU, float64) and their steps."""
 
     x: Tensor
     y: Tensor
     z: Tensor
+    steps: tuple[float, float, float]
 
     @property
     def shape(self) -> tuple[int, int, int]:
         return len(self.x), len(self.y), len(self.z)
 
     def __getitem__(self, part: Slices) -> Axes:
-        return Axes(self.x[part[0]], self.y[part[1]], self.z[part[2]])
+        return Axes(self.x[part[0]], self.y[part[1]], self.z[part[2]], self.steps)
 
     def rows(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.x, self.y, self.z
 
     def step(self, a: int) -> float:
-        row = self.rows()[a]
-        return float(row[1] - row[0]) if len(row) > 1 else COARSE_MM
+        return self.steps[a]
 
     def points(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """World coordinates that broadcast to the lattice: (X, 1, 1), (1, Y, 1), (1, 1, Z), float32."""
@@ -55,7 +55,7 @@ def coarse_axes(fine: Axes, margin: int = 2) -> Axes:
         first = int(np.floor(float(row[0]) / COARSE_MM)) - margin
         last = int(np.floor(float(row[-1]) / COARSE_MM)) + 1 + margin
         rows.append(torch.arange(first, last + 1, dtype=torch.float64) * COARSE_MM)
-    return Axes(*rows)
+    return Axes(rows[0], rows[1], rows[2], (COARSE_MM, COARSE_MM, COARSE_MM))
 
 
 def linear_matrix(source: Tensor, target: Tensor) -> Tensor:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from cascadeseg.geometry import Grid
+from cascadeseg.geometry import Box, Grid
 from cascadeseg.synthesis import acquisition, devices, render_body, render_lungs
 from cascadeseg.synthesis.fields import Axes
 from cascadeseg.synthesis.patient import Patient
@@ -32,15 +34,36 @@ class Phantom:
     grid: Grid
 
 
+SLAB_VOXELS = {"cpu": 6_000_000, "cuda": 100_000_000}
+"""Larger volumes are rendered slab by slab: less memory, and faster where it stays in the cache."""
+
+
 @torch.no_grad()
 def render(patient: Patient, grid: Grid, device: str | torch.device = "cpu") -> Phantom:
     """Paint and scan a patient on an axis-aligned RAS+ grid.
 
     Every field is anchored to the world, so a box of a volume equals the same box cut from the whole.
     """
+    device = torch.device(device)
+    slabs = [_render_box(patient, grid.cropped(box), device) for box in _slabs(grid, device)]
+    if len(slabs) == 1:
+        return slabs[0]
+    hu, labels, tissues = (torch.cat([getattr(s, name) for s in slabs]) for name in ("hu", "labels", "tissues"))
+    return Phantom(hu, labels, tissues, grid)
+
+
+def _slabs(grid: Grid, device: torch.device) -> list[Box]:
+    """Boxes of like thickness along x that make up the grid."""
+    x, y, z = grid.shape
+    count = math.ceil(x * y * z / SLAB_VOXELS.get(device.type, SLAB_VOXELS["cpu"]))
+    edges = [round(i * x / count) for i in range(count + 1)]
+    return [Box((a, 0, 0), (b, y, z)) for a, b in pairwise(edges)]
+
+
+def _render_box(patient: Patient, grid: Grid, device: torch.device) -> Phantom:
     wanted = acquisition.grid_axes(grid)
     work = acquisition.working_axes(patient, wanted)
-    scene = Scene.opened(patient, work, torch.device(device))
+    scene = Scene.opened(patient, work, device)
     render_body.paint_couch(scene)
     shapes = render_body.body_shapes(scene)
     render_body.paint_cloth(scene, shapes)

@@ -52,6 +52,30 @@ def test_a_box_equals_the_same_box_cut_from_the_whole(seed: int, preset: str, sp
     assert part.hu.shape == part.labels.shape == part.tissues.shape == box.shape
 
 
+def test_one_voxel_and_one_slice_can_be_rendered() -> None:
+    patient = sample_patient(2, PRESETS["healthy"])
+    grid = around_the_chest(patient)
+    whole = render(patient, grid)
+    for shape in ((1, 1, 1), (40, 1, 30), (1, 30, 30), (30, 30, 1)):
+        start = (15, 20, 20)
+        box = Box(start, tuple(a + n for a, n in zip(start, shape, strict=True)))
+        part = render(patient, grid.cropped(box))
+        assert torch.equal(part.labels, whole.labels[box.slices])
+        assert (part.hu - whole.hu[box.slices]).abs().max() <= 1
+
+
+def test_slabs_are_seamless(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    patient = sample_patient(2, PRESETS["covid"])
+    grid = around_the_chest(patient, 6.0)
+    whole = render(patient, grid)
+    monkeypatch.setitem(sys.modules["cascadeseg.synthesis.render"].SLAB_VOXELS, "cpu", whole.hu.numel() // 3)
+    slabs = render(patient, grid)
+    assert torch.equal(slabs.labels, whole.labels)
+    assert (slabs.hu - whole.hu).abs().max() <= 1
+
+
 def test_values_and_types() -> None:
     patient = sample_patient(2, PRESETS["healthy"])
     phantom = render(patient, patient.field_of_view(6.0))
