@@ -407,8 +407,8 @@ def sternum(patient: Patient) -> Beads:
         for t in (0.2, 0.4, 0.6, 0.75, 0.9):
             z = t * torso.height
             front = float(cage_section(torch.tensor(z), torso).front)
-            path.append((dx * (1.7 if t > 0.7 else 0.8), front + 8 - _sternal_dent(torso, z), z))
-        parts.append(strand(path, 6, step=0.5))
+            path.append((dx * (1.4 if t > 0.7 else 0.8), front + 8 - _sternal_dent(torso, z), z))
+        parts.append(strand(path, 6.5, step=0.5))
     return Beads.joined(parts)
 
 

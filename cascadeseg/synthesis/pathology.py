@@ -62,7 +62,7 @@ def _free_air_distance(scene: Scene, side: int) -> Tensor | None:
     return (top - depth) - height - 0.1 * across.abs() + 4 * scene.coarse_noise(f.seed + 7 + side, 40.0)
 
 
-def remaining_lung(scene: Scene, part: Slices, side: int, cavity: Tensor, wall: Tensor) -> Tensor:
+def remaining_lung(scene: Scene, part: Slices, side: int, cavity: Tensor) -> Tensor:
     """Distance to the lung that is left in its cavity when fluid and free air have taken their room."""
     distance = cavity.clone()
     fluid = _fluid_distance(scene, side)
@@ -70,9 +70,7 @@ def remaining_lung(scene: Scene, part: Slices, side: int, cavity: Tensor, wall: 
         distance = torch.maximum(distance, scene.up(fluid, part).neg_())
     air = _free_air_distance(scene, side)
     if air is not None:
-        rim = scene.patient.findings.pneumothorax[side] * 0.12
         distance = torch.maximum(distance, scene.up(air, part).neg_())
-        distance = torch.maximum(distance, wall + rim)
     return distance
 
 
@@ -89,8 +87,7 @@ def paint_cavity(scene: Scene, lung: Lung) -> None:
         scene.paint(lung.part, scene.filled(lung.cavity.clone()), grain, Tissue.EFFUSION)
     air = _free_air_distance(scene, side)
     if air is not None:
-        free = torch.minimum(lung.cavity, -(lung.distance - 0.6))
-        free = torch.maximum(lung.cavity, torch.minimum(scene.up(air, lung.part), -(lung.wall + 0.5)))
+        free = torch.maximum(lung.cavity, scene.up(air, lung.part))
         scene.paint(lung.part, scene.filled(free), scene.patient.hounsfield.air + 4, Tissue.PNEUMOTHORAX)
 
 
@@ -213,7 +210,7 @@ def _paint_fibrosis(scene: Scene, lung: Lung, weight: Tensor) -> None:
     """Reticulation and honeycombs under the pleura, most of it at the bases."""
     f = scene.patient.findings
     z = scene.up(scene.body[2] / scene.patient.torso.height, lung.part)
-    zone = torch.exp((lung.distance / 11).clamp_(max=0)) * (1.25 - z).clamp_(0.15, 1.3) * f.fibrosis
+    zone = torch.exp((lung.distance / (4 + 4 * f.fibrosis)).clamp_(max=0)) * (1.25 - z).clamp_(0.15, 1.3) * f.fibrosis
     net = scene.noise(f.seed + 70, 3.6, lung.part)
     lines = (1.1 - net.abs() * 1.8).clamp_(min=0)
     dense = (lines * zone).mul_(1.5 * weight).clamp_(0, 0.85)

@@ -76,7 +76,7 @@ def _points_inside(rng: np.random.Generator, patient: Patient, side: int, count:
 
 @dataclass(eq=False)
 class Lung:
-    """One lung while it is painted: its box, distances (mm) to it, to its pleural cavity and to the ribs' inner face.
+    """One lung while it is painted: its box, and the distances (mm) to it and to its pleural cavity.
 
     ``bronchi`` is which part of each voxel the bronchi inside the lung fill.
     """
@@ -85,7 +85,6 @@ class Lung:
     part: Slices
     distance: Tensor
     cavity: Tensor
-    wall: Tensor
     bronchi: Tensor | None = None
 
 
@@ -134,8 +133,8 @@ def _lung(scene: Scene, shapes: Shapes, side: int) -> Lung | None:
     cavity = smooth_max(cavity, scene.up(mediastinum, part).neg_(), 9.0)
     septum = scene.up(across, part).add_(0.5 * patient.chest.septum * k)
     cavity = torch.maximum(cavity, septum)
-    distance = pathology.remaining_lung(scene, part, side, cavity, wall)
-    return Lung(side, part, distance, cavity, wall)
+    distance = pathology.remaining_lung(scene, part, side, cavity)
+    return Lung(side, part, distance, cavity)
 
 
 def _central_structures(scene: Scene) -> tuple[Slices, Tensor] | None:
