@@ -197,7 +197,7 @@ def _draw_torso(d: Draw, config: SynthesisConfig) -> Torso:
     rotation = d.normal(0, 12 if heavy else 4)
     turned = d.pick((0.0, 90.0, 180.0, 270.0), (0.965, 0.012, 0.011, 0.012))
     kyphosis = abs(d.normal(0, 1)) if d.chance(0.3 * bend) else 0.25 * d.normal(0, 1)
-    return Torso(
+    torso = Torso(
         size=d.uniform(0.45, 0.85) if child else d.normal(0.98, 0.085 * v),
         aspect=(d.normal(1, 0.05 * v), d.normal(1, 0.055 * v), d.normal(1, 0.055 * v)),
         inspiration=inspiration,
@@ -223,6 +223,15 @@ def _draw_torso(d: Draw, config: SynthesisConfig) -> Torso:
         child=child,
         arms=d.pick(("up", "down", "belly", "none"), (0.72, 0.19, 0.05, 0.04)),
     )
+    return torso if child else replace(torso, size=torso.size * _size_limit(torso))
+
+
+def _size_limit(torso: Torso) -> float:
+    """A factor that keeps an adult's chest within human bounds where all its measures were drawn large, or small."""
+    x, y, z = torso.aspect
+    chest = torso.half_width * torso.half_depth * torso.height * x * y * z * torso.size**3
+    ratio = chest / (140 * 96 * 190 * 0.98**3)
+    return float((min(max(ratio, 0.5), 1.5) / ratio) ** (1 / 3))
 
 
 def _draw_chest(d: Draw, torso: Torso, config: SynthesisConfig) -> Chest:
