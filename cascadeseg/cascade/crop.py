@@ -83,21 +83,24 @@ def settle_sides(coarse: Coarse) -> Coarse:
     Works on one blob that holds both lungs, on a single lung called by both names, and on nothing.
     """
     lungs = _numpy(coarse.lungs)
-    said = _sides(lungs)
-    settled = _settled(said, lungs.sum(axis=0), coarse.grid)
-    result = np.zeros_like(lungs)
-    unclaimed = ~(said[RIGHT_LUNG] | said[LEFT_LUNG])
-    result[:, unclaimed] = lungs[:, unclaimed]
-    for side, label in enumerate(LUNGS):
-        mask = settled.get(label)
-        if mask is not None:
-            result[side, mask] = lungs[:, mask].max(axis=0)
-            result[1 - side, mask] = lungs[:, mask].min(axis=0)
-    return Coarse(torch.from_numpy(result).to(coarse.lungs.device), coarse.grid)
+    box = _bounding_box(lungs.sum(axis=0) > 0.5)
+    if box is None:
+        return coarse
+    # A view: what lies outside the box was not found to be lung, and stays as it is.
+    found = lungs[:, *box.slices]
+    said = _sides(found)
+    settled = _settled(said, found.sum(axis=0), coarse.grid.cropped(box))
+    right, left = (settled.get(label, np.False_) for label in LUNGS)
+    stray = (said[RIGHT_LUNG] | said[LEFT_LUNG]) & ~(right | left)
+    more, less = found.max(axis=0), found.min(axis=0)
+    found[0] = np.where(right, more, np.where(left, less, found[0]))
+    found[1] = np.where(left, more, np.where(right, less, found[1]))
+    found *= ~stray
+    return Coarse(torch.from_numpy(lungs).to(coarse.lungs.device), coarse.grid)
 
 
 def _numpy(lungs: Tensor) -> Field:
-    array: Field = lungs.float().cpu().numpy()
+    array: Field = lungs.detach().to("cpu", torch.float32, copy=True).numpy()
     return array
 
 
