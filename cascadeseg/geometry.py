@@ -47,6 +47,13 @@ class Box:
             _shape([b + int(v) for b, v in zip(self.stop, voxels, strict=True)]),
         )
 
+    def shifted(self, voxels: Sequence[int]) -> Box:
+        """The box moved by ``voxels[a]`` along axis ``a``."""
+        return Box(
+            _shape([a + v for a, v in zip(self.start, voxels, strict=True)]),
+            _shape([b + v for b, v in zip(self.stop, voxels, strict=True)]),
+        )
+
     def clipped(self, shape: Sequence[int]) -> Box:
         """The part of the box inside an array of this shape."""
         start = [min(max(a, 0), n) for a, n in zip(self.start, shape, strict=True)]

@@ -69,11 +69,13 @@ def crop_lungs(coarse: Coarse, margin_mm: float = MARGIN_MM) -> list[LungBox]:
         margin_mm: added on every side, clipped to the scan.
     """
     margin = np.ceil(margin_mm / np.asarray(coarse.grid.spacing_mm)).astype(int)
+    found, lungs = _found(coarse)
     boxes = []
-    for label, mask in _sides(_numpy(coarse.lungs)).items():
-        inner = _bounding_box(mask)
+    for label, mask in _sides(lungs).items():
+        inner = bounds(torch.from_numpy(mask))
         if inner is not None:
-            boxes.append(LungBox(label, inner.grown(margin).clipped(mask.shape), coarse.grid))
+            box = inner.shifted(found.start).grown(margin).clipped(coarse.grid.shape)
+            boxes.append(LungBox(label, box, coarse.grid))
     return boxes
 
 
@@ -82,12 +84,7 @@ def settle_sides(coarse: Coarse) -> Coarse:
 
     Works on one blob that holds both lungs, on a single lung called by both names, and on nothing.
     """
-    lungs = _numpy(coarse.lungs)
-    box = _bounding_box(lungs.sum(axis=0) > 0.5)
-    if box is None:
-        return coarse
-    # A view: what lies outside the box was not found to be lung, and stays as it is.
-    found = lungs[:, *box.slices]
+    box, found = _found(coarse)
     said = _sides(found)
     settled = _settled(said, found.sum(axis=0), coarse.grid.cropped(box))
     right, left = (settled.get(label, np.False_) for label in LUNGS)
@@ -96,12 +93,17 @@ def settle_sides(coarse: Coarse) -> Coarse:
     found[0] = np.where(right, more, np.where(left, less, found[0]))
     found[1] = np.where(left, more, np.where(right, less, found[1]))
     found *= ~stray
-    return Coarse(torch.from_numpy(lungs).to(coarse.lungs.device), coarse.grid)
+    # What lies outside the box was not found to be lung, and stays as it is.
+    lungs = coarse.lungs.clone()
+    lungs[:, *box.slices] = torch.from_numpy(found).to(lungs)
+    return Coarse(lungs, coarse.grid)
 
 
-def _numpy(lungs: Tensor) -> Field:
-    array: Field = lungs.detach().to("cpu", torch.float32, copy=True).numpy()
-    return array
+def _found(coarse: Coarse) -> tuple[Box, Field]:
+    """The box of all that was found, and a copy of the probabilities in it: (2, X, Y, Z) float32."""
+    box = bounds(coarse.lungs.sum(dim=0) > 0.5) or Box((0, 0, 0), (0, 0, 0))
+    lungs: Field = coarse.lungs[:, *box.slices].detach().to("cpu", torch.float32, copy=True).numpy()
+    return box, lungs
 
 
 def _sides(lungs: Field) -> dict[Label, Mask]:
@@ -172,12 +174,13 @@ def _centroid(mask: Mask, grid: Grid) -> npt.NDArray[np.float64]:
     return centroid
 
 
-def _bounding_box(mask: Mask) -> Box | None:
-    if not mask.any():
-        return None
+def bounds(mask: Tensor) -> Box | None:
+    """The smallest box around what is true of (X, Y, Z); None where nothing is."""
     ranges = []
     for axis in range(3):
-        used = np.flatnonzero(mask.any(axis=tuple(a for a in range(3) if a != axis)))
+        used = torch.nonzero(mask.any(dim=[other for other in range(3) if other != axis])).flatten()
+        if len(used) == 0:
+            return None
         ranges.append((int(used[0]), int(used[-1]) + 1))
     (x0, x1), (y0, y1), (z0, z1) = ranges
     return Box((x0, y0, z0), (x1, y1, z1))

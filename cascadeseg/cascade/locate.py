@@ -9,8 +9,8 @@ from torch import Tensor
 
 from cascadeseg.cascade.resample import resample_scan
 from cascadeseg.formats.scan import Scan
-from cascadeseg.geometry import Grid
-from cascadeseg.network.engine import Engine, in_slabs
+from cascadeseg.geometry import Box, Grid
+from cascadeseg.network.engine import Engine, slabs_of
 from cascadeseg.network.model import View
 
 SLAB_MM = 384.0
@@ -22,7 +22,7 @@ class Coarse:
     """Stage 1's opinion of a scan.
 
     Attributes:
-        lungs: (2, X, Y, Z) float32 probabilities of the right and the left lung.
+        lungs: (2, X, Y, Z) float16 probabilities of the right and the left lung.
         grid: their grid: the scan's canonical directions, stage 1's spacing.
     """
 
@@ -36,14 +36,21 @@ def coarse_grid(scan: Scan, view: View) -> Grid:
 
 
 def locate(scan: Scan, engine: Engine) -> Coarse:
-    """Finds both lungs in a canonical scan; long scans go through the network slab by slab along z."""
-    view = engine.stage.view
+    """Finds both lungs in a canonical scan, slab by slab along z: memory beyond the probabilities is that of one slab.
+
+    Slabs are the same at any memory limit, and so is what is found.
+    """
+    view, stride = engine.stage.view, engine.stage.unet.stride
     grid = coarse_grid(scan, view)
-    image = resample_scan(scan, grid, view, engine.device)[None]
-    stride = engine.stage.unet.stride
+    length, context = (max(stride, int(mm / view.spacing_mm) // stride * stride) for mm in (SLAB_MM, CONTEXT_MM))
+    lungs = torch.empty((2, *grid.shape), dtype=torch.float16, device=engine.device)
+    for slab in slabs_of(grid.shape[2], length, context):
+        image = resample_scan(scan, grid.cropped(_layers(grid, slab.seen)), view, engine.device)
+        probabilities = torch.softmax(engine(image[None]), dim=0)[1:]
+        lungs[..., slab.kept] = probabilities[..., slab.kept_of_seen]
+    return Coarse(lungs, grid)
 
-    def probabilities(part: Tensor) -> Tensor:
-        return torch.softmax(engine(part), dim=0)[1:]
 
-    length, context = (int(mm / view.spacing_mm) // stride * stride for mm in (SLAB_MM, CONTEXT_MM))
-    return Coarse(in_slabs(probabilities, image, length=max(stride, length), context=max(stride, context)), grid)
+def _layers(grid: Grid, z: slice) -> Box:
+    nx, ny, _ = grid.shape
+    return Box((0, 0, z.start), (nx, ny, z.stop))

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from cascadeseg.cascade.refine import Refined
 from cascadeseg.cascade.resample import SLAB_VOXELS, resample_volume
@@ -32,16 +31,15 @@ def merge(lungs: Sequence[Refined], grid: Grid) -> Labels:
     view, canonical = canonical_view(labels, grid), grid.canonical()
     boxes = [box_on(refined, canonical) for refined in lungs]
     for slab in _slabs(boxes):
-        best = torch.zeros(slab.shape, device=lungs[0].logits.device)
         target = view[slab.slices]
+        best = np.zeros(slab.shape, dtype=np.float32, order="F")
         for refined, box in zip(lungs, boxes, strict=True):
             here = _relative(_overlap(box, slab), slab)
             if min(here.shape) == 0:
                 continue
-            logits = resample_volume(refined.logits, refined.grid, canonical.cropped(slab).cropped(here))
-            wins = logits > best[here.slices]
-            target[here.slices][wins.cpu().numpy()] = refined.lung.label.value
-            best[here.slices] = torch.maximum(best[here.slices], logits)
+            logits = resample_volume(refined.logits, refined.grid, canonical.cropped(slab).cropped(here)).cpu().numpy()
+            np.copyto(target[here.slices], refined.lung.label.value, where=logits > best[here.slices])
+            np.maximum(best[here.slices], logits, out=best[here.slices])
     return labels
 
 

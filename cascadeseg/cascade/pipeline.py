@@ -194,7 +194,8 @@ def _result(scan: Scan, labels: Labels, label: Label, refined: Refined | None) -
     grid = scan.grid.canonical()
     box = box_on(refined, grid)
     mask = canonical_view(labels, scan.grid)[box.slices] == label.value
-    corners = refined.grid.world([(-0.5, -0.5, -0.5), [n - 0.5 for n in refined.grid.shape]])
+    crop = refined.lung.grid.cropped(refined.lung.box)
+    corners = crop.world([(-0.5, -0.5, -0.5), [n - 0.5 for n in crop.shape]])
     return LungResult(
         label=label,
         volume_ml=float(np.count_nonzero(mask)) * grid.voxel_volume_ml,

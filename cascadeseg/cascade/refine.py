@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from cascadeseg.cascade.crop import LungBox, regrow
+from cascadeseg.cascade.crop import LungBox, bounds, regrow
 from cascadeseg.cascade.locate import Coarse
 from cascadeseg.cascade.resample import resample_scan, resample_volume
 from cascadeseg.formats.scan import Scan
-from cascadeseg.geometry import Grid
+from cascadeseg.geometry import Box, Grid
 from cascadeseg.labels import LEFT_LUNG, LUNGS, Label
 from cascadeseg.network.engine import Engine
 from cascadeseg.network.model import View
@@ -25,7 +26,7 @@ class Refined:
 
     Attributes:
         lung: the box it was refined in.
-        logits: (X, Y, Z) float32, above 0 inside the lung.
+        logits: (X, Y, Z) float32, above 0 inside the lung, of the part of the box that holds all of the lung.
         grid: their grid.
     """
 
@@ -70,7 +71,7 @@ def refine(scan: Scan, lung: LungBox, coarse: Coarse, engine: Engine) -> Refined
         cut = cut_faces(refined, scan.grid)
         larger = regrow(lung, cut)
         if not cut or lung.regrown == LARGEST_REGROWTH or larger.box == lung.box:
-            return refined
+            return _tight(refined, scan.grid)
         lung = larger
 
 
@@ -79,6 +80,17 @@ def _refine_once(scan: Scan, lung: LungBox, coarse: Coarse, engine: Engine) -> R
     grid = lung.extent(stage.view.spacing_mm, stage.unet.stride)
     image = lung_image(scan, coarse, lung.label, grid, stage.view, engine.device)
     return Refined(lung, mirrored(engine(image)[0], lung.label), grid)
+
+
+def _tight(refined: Refined, scan_grid: Grid) -> Refined:
+    """The lung without the margins around it, as far as they cannot matter on the scan's grid.
+
+    What is kept around the lung covers the window over which `resample` averages where the scan is coarser.
+    """
+    step = np.asarray(scan_grid.spacing_mm) / np.asarray(refined.grid.spacing_mm)
+    lung = bounds(refined.logits > 0) or Box((0, 0, 0), (1, 1, 1))
+    kept = lung.grown(np.ceil(step).astype(int) + 2).clipped(refined.grid.shape)
+    return replace(refined, logits=refined.logits[kept.slices].clone(), grid=refined.grid.cropped(kept))
 
 
 def cut_faces(refined: Refined, scan_grid: Grid) -> list[tuple[int, bool]]:

@@ -1,6 +1,6 @@
 """Both networks, the model that carries them, and the engine that runs them."""
 
-from cascadeseg.network.engine import Engine, Precision, find_device, in_slabs
+from cascadeseg.network.engine import Engine, Precision, find_device, in_slabs, slabs_of
 from cascadeseg.network.model import Model, Stage, View, load_model, save_model, shipped_model, stage_of
 from cascadeseg.network.unet import UNet, UNetConfig
 
@@ -17,5 +17,6 @@ __all__ = [
     "load_model",
     "save_model",
     "shipped_model",
+    "slabs_of",
     "stage_of",
 ]

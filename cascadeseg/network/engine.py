@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -99,26 +100,51 @@ def padded_to(image: Tensor, stride: int) -> tuple[Tensor, tuple[int, int, int]]
     return (F.pad(image, padding) if any(missing) else image), (nx, ny, nz)
 
 
+@dataclass(frozen=True)
+class Slab:
+    """Part of a long image along z.
+
+    Attributes:
+        kept: the slices that this slab gives.
+        seen: these and their context on both sides.
+    """
+
+    kept: slice
+    seen: slice
+
+    @property
+    def kept_of_seen(self) -> slice:
+        """Where ``kept`` lies in an image of ``seen``."""
+        return slice(self.kept.start - self.seen.start, self.kept.stop - self.seen.start)
+
+
+def slabs_of(depth: int, length: int, context: int) -> list[Slab]:
+    """Slabs that cover ``depth`` slices, one where ``context`` would be most of what they see.
+
+    Args:
+        depth: slices of the image.
+        length: slices kept of each slab, a multiple of the network's stride.
+        context: slices added on both sides, a multiple of the network's stride.
+    """
+    if depth <= length + 2 * context:
+        return [Slab(slice(0, depth), slice(0, depth))]
+    kept = [slice(start, min(start + length, depth)) for start in range(0, depth, length)]
+    return [Slab(part, slice(max(0, part.start - context), min(depth, part.stop + context))) for part in kept]
+
+
 def in_slabs(run: Callable[[Tensor], Tensor], image: Tensor, *, length: int, context: int) -> Tensor:
     """Runs a network over a long image slab by slab along z, each with ``context`` voxels of its neighbours.
 
-    Equal to one run over the whole where the context covers the network's field of view.
+    Equal to one run over the whole where the context covers the network's field of view (`UNetConfig.reach`).
 
     Args:
         run: (C, X, Y, z) to (K, X, Y, z).
         image: (C, X, Y, Z).
-        length: slices kept of each slab, a multiple of the network's stride.
-        context: slices added on both sides, a multiple of the network's stride.
+        length: see `slabs_of`.
+        context: see `slabs_of`.
 
     Returns:
         (K, X, Y, Z).
     """
-    depth = image.shape[3]
-    if depth <= length + 2 * context:
-        return run(image)
-    parts = []
-    for start in range(0, depth, length):
-        low, high = max(0, start - context), min(depth, start + length + context)
-        logits = run(image[..., low:high])
-        parts.append(logits[..., start - low : min(depth, start + length) - low])
-    return torch.cat(parts, dim=3)
+    slabs = slabs_of(image.shape[3], length, context)
+    return torch.cat([run(image[..., slab.seen])[..., slab.kept_of_seen] for slab in slabs], dim=3)

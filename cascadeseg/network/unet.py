@@ -54,6 +54,16 @@ class UNetConfig:
         halvings = len(self.widths) - 1 + (self.stem == "space_to_depth")
         return int(2**halvings)
 
+    @property
+    def reach(self) -> int:
+        """How many voxels away an input can matter to a logit: the context that makes a tile equal to the whole."""
+        finest = 2 if self.stem == "space_to_depth" else 1
+        cells = [finest << level for level in range(len(self.widths))]
+        per_level = self.blocks * (2 if self.block == "residual" else 1)
+        encoder, decoder = sum(cells), sum(cells[:-1])
+        # The stem's kernel, the blocks' kernels, and that a coarse cell is seen by all finer ones in it.
+        return finest + per_level * (encoder + decoder) + cells[-1]
+
 
 class UNet(nn.Module):
     """A slim residual 3D UNet (Çiçek 2016, doi 10.1007/978-3-319-46723-8_49) with added skips.
