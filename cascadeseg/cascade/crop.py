@@ -136,9 +136,13 @@ def _without_strays(mask: Mask, weight: Field, grid: Grid) -> Mask:
 
 
 def _agree_with_geometry(masks: dict[Label, Mask], grid: Grid) -> dict[Label, Mask]:
-    """Two sides must lie beside each other, the right one on the right; pieces of one lung are put together."""
-    x = {label: _centroid(mask, grid)[0] for label, mask in masks.items()}
-    if x[RIGHT_LUNG] - x[LEFT_LUNG] >= SEPARATION_MM:
+    """Two sides must lie beside each other, the right one on the right; pieces of one lung are put together.
+
+    Lungs that lie one in front of the other, in a patient on the side whose header does not say so, keep the names
+    that the network gave them.
+    """
+    across, forward, _ = _centroid(masks[RIGHT_LUNG], grid) - _centroid(masks[LEFT_LUNG], grid)
+    if across >= SEPARATION_MM or abs(forward) > max(2 * SEPARATION_MM, abs(across)):
         return masks
     larger = max(masks, key=lambda label: int(masks[label].sum()))
     return _split_if_both(larger, masks[RIGHT_LUNG] | masks[LEFT_LUNG], grid)

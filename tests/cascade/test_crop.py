@@ -66,6 +66,15 @@ def test_one_lung_called_by_both_names_stays_one():
     assert not found_left.any()
 
 
+def test_a_patient_on_the_side_keeps_the_networks_names():
+    right, left = lungs()
+    turned = chest_grid((4.0, 4.0, 4.0)).affine.copy()
+    turned[:3, :2] = turned[:3, 1::-1] * [1, -1]
+    grid = Grid(GRID.shape, turned)
+    coarse = Coarse(opinion(left, right).lungs, grid)
+    assert torch.equal(settle_sides(coarse).lungs, coarse.lungs)
+
+
 def test_a_missing_lung_gives_one_box():
     right, left = lungs()
     assert [box.label for box in crop_lungs(settle_sides(opinion(right, np.zeros_like(left))))] == [RIGHT_LUNG]
