@@ -17,13 +17,15 @@ from cascadeseg.cascade.clean import clean
 from cascadeseg.cascade.crop import crop_lungs, settle_sides
 from cascadeseg.cascade.locate import locate
 from cascadeseg.cascade.merge import Labels, box_on, merge
+from cascadeseg.cascade.plan import Plan, plan
 from cascadeseg.cascade.refine import Refined, refine
 from cascadeseg.errors import ModelError
 from cascadeseg.formats import read_scan, scan_of
 from cascadeseg.formats.scan import Scan
 from cascadeseg.geometry import Box, canonical_view
 from cascadeseg.labels import LUNGS, Label
-from cascadeseg.network.engine import Engine, Precision, find_device
+from cascadeseg.network.bounded import BoundedEngine, EngineKind
+from cascadeseg.network.engine import Precision, find_device
 from cascadeseg.network.model import Model, load_model
 
 Progress = Callable[[str, float], None]
@@ -88,7 +90,14 @@ class Segmenter:
     """Both networks, loaded once, for any number of scans."""
 
     def __init__(
-        self, model: str | Path | Model | None = None, *, device: str = "auto", precision: Precision = "auto"
+        self,
+        model: str | Path | Model | None = None,
+        *,
+        device: str = "auto",
+        precision: Precision = "auto",
+        engine: EngineKind = "auto",
+        max_memory_gb: float | None = None,
+        max_vram_gb: float | None = None,
     ) -> None:
         """Loads a model onto a device.
 
@@ -96,10 +105,13 @@ class Segmenter:
             model: a model folder, a loaded model, or None for the one in the package.
             device: ``auto``, ``cpu``, ``cuda``, ``cuda:N`` or ``mps``.
             precision: ``auto`` takes what the device is fast at.
+            engine: ``auto`` takes OpenVINO on a processor where it is installed, else torch.
+            max_memory_gb: what the process may take, each scan and its mask included; None for what it needs.
+            max_vram_gb: what it may take of a GPU.
 
         Raises:
             ModelError: the model cannot be read, or has no second stage.
-            DeviceError: there is no such device.
+            DeviceError: there is no such device, or no such engine on it.
         """
         self.device = find_device(device)
         self.model = model if isinstance(model, Model) else load_model(model)
@@ -110,8 +122,17 @@ class Segmenter:
                 "both stages",
                 "train the second: cascadeseg train --stage 2",
             )
-        self.locator = Engine(self.model.locator, self.device, precision)
-        self.refiner = Engine(self.model.refiner, self.device, precision)
+        self.max_memory_gb, self.max_vram_gb = max_memory_gb, max_vram_gb
+        self.locator = BoundedEngine(self.model.locator, self.device, precision, engine)
+        self.refiner = BoundedEngine(self.model.refiner, self.device, precision, engine)
+
+    def plan(self, scan: Scan) -> Plan:
+        """What a scan will need, and how it will be kept within the limits.
+
+        Raises:
+            ScanError: it cannot be.
+        """
+        return plan(scan, self.locator, self.refiner, self.max_memory_gb, self.max_vram_gb)
 
     def segment(self, scan: Any, affine: Any = None, *, progress: Progress | None = None) -> Segmentation:
         """Segments the lungs of one scan.
@@ -122,11 +143,12 @@ class Segmenter:
             progress: called with the step's name and the share of work done, 0 to 1.
 
         Raises:
-            ScanError: it is no 3D CT volume.
+            ScanError: it is no 3D CT volume, or needs more memory than it may take.
         """
         clock = _Clock(progress or (lambda step, done: None))
         with clock.step("read", 0.0):
             scan = _as_scan(scan, affine)
+        self.refiner.largest_tile = self.plan(scan).largest_tile
         labels, lungs = self._segment(scan.canonical(), scan, clock)
         with clock.step("measure", 0.97):
             results = _results(scan, labels, lungs)
@@ -137,7 +159,7 @@ class Segmenter:
             lungs=results,
             seconds=clock.seconds,
             peak_memory_mb=peak_memory_mb(),
-            warnings=(*scan.warnings, *_concerns(results)),
+            warnings=(*scan.warnings, *_concerns(results), *self._went_on()),
             device=str(self.device),
             precision=self.refiner.precision,
             model={"name": self.model.name, "version": self.model.version, "sha256": self.model.sha256},
@@ -156,6 +178,12 @@ class Segmenter:
         with clock.step("clean", 0.9):
             clean(labels, [(lung.lung.label, box_on(lung, canonical.grid)) for lung in lungs], scan.grid)
         return labels, lungs
+
+    def _went_on(self) -> tuple[str, ...]:
+        """How memory that ran out was met."""
+        notes = (*self.locator.notes, *self.refiner.notes)
+        self.locator.notes, self.refiner.notes = [], []
+        return notes
 
 
 class _Clock:

@@ -14,7 +14,7 @@ from cascadeseg.cascade.resample import resample_scan, resample_volume
 from cascadeseg.formats.scan import Scan
 from cascadeseg.geometry import Box, Grid
 from cascadeseg.labels import LEFT_LUNG, LUNGS, Label
-from cascadeseg.network.engine import Engine
+from cascadeseg.network.bounded import Runner
 from cascadeseg.network.model import View
 
 LARGEST_REGROWTH = 3
@@ -64,7 +64,7 @@ def mirrored(volume: Tensor, label: Label) -> Tensor:
     return volume.flip(-3) if label == LEFT_LUNG else volume
 
 
-def refine(scan: Scan, lung: LungBox, coarse: Coarse, engine: Engine) -> Refined:
+def refine(scan: Scan, lung: LungBox, coarse: Coarse, engine: Runner) -> Refined:
     """Segments one lung; a box that cuts it is grown and segmented again."""
     while True:
         refined = _refine_once(scan, lung, coarse, engine)
@@ -75,7 +75,7 @@ def refine(scan: Scan, lung: LungBox, coarse: Coarse, engine: Engine) -> Refined
         lung = larger
 
 
-def _refine_once(scan: Scan, lung: LungBox, coarse: Coarse, engine: Engine) -> Refined:
+def _refine_once(scan: Scan, lung: LungBox, coarse: Coarse, engine: Runner) -> Refined:
     stage = engine.stage
     grid = lung.extent(stage.view.spacing_mm, stage.unet.stride)
     image = lung_image(scan, coarse, lung.label, grid, stage.view, engine.device)

@@ -56,13 +56,18 @@ class UNetConfig:
 
     @property
     def reach(self) -> int:
-        """How many voxels away an input can matter to a logit: the context that makes a tile equal to the whole."""
+        """How many voxels away an input can matter to a logit (under BatchNorm; InstanceNorm sees everything)."""
         finest = 2 if self.stem == "space_to_depth" else 1
         cells = [finest << level for level in range(len(self.widths))]
         per_level = self.blocks * (2 if self.block == "residual" else 1)
         encoder, decoder = sum(cells), sum(cells[:-1])
         # The stem's kernel, the blocks' kernels, and that a coarse cell is seen by all finer ones in it.
         return finest + per_level * (encoder + decoder) + cells[-1]
+
+    @property
+    def context(self) -> int:
+        """What a tile must see on both sides to equal the whole: `reach`, rounded up to a multiple of the stride."""
+        return -(-self.reach // self.stride) * self.stride
 
 
 class UNet(nn.Module):

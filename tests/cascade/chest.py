@@ -56,6 +56,7 @@ class Thresholder:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     precision: str = "fp32"
     shapes: list[tuple[int, ...]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def __call__(self, image: Tensor) -> Tensor:
         self.shapes.append(tuple(image.shape))

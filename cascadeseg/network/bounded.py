@@ -1,0 +1,137 @@
+"""Engines chosen and kept within memory: tiles where the whole does not fit, and a way on when memory runs out."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from cascadeseg.errors import DeviceError
+from cascadeseg.network.engine import Engine, Precision, in_slabs
+from cascadeseg.network.model import Stage
+
+EngineKind = Literal["auto", "torch", "openvino"]
+ENGINES: tuple[EngineKind, ...] = ("auto", "torch", "openvino")
+LIVE_TENSORS = 5
+"""Full-width tensors that a forward pass holds at once, its workspace included (measured)."""
+
+
+class Runner(Protocol):
+    """What runs a stage's network: (C, X, Y, Z) to logits (K, X, Y, Z)."""
+
+    @property
+    def stage(self) -> Stage: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def precision(self) -> str: ...
+
+    def __call__(self, image: Tensor) -> Tensor: ...
+
+
+def open_engine(stage: Stage, device: torch.device, precision: Precision = "auto", kind: EngineKind = "auto") -> Runner:
+    """The fastest engine for a device: OpenVINO on a processor where it is installed, else torch.
+
+    Raises:
+        DeviceError: OpenVINO was asked for by name, and is not there or not for this device.
+    """
+    if kind == "openvino" and device.type != "cpu":
+        raise DeviceError("--engine", f"openvino on {device}", "--device cpu, or --engine torch")
+    if kind == "torch" or device.type != "cpu":
+        return Engine(stage, device, precision)
+    if find_spec("openvino") is None:
+        if kind == "auto":
+            return Engine(stage, device, precision)
+        raise DeviceError("--engine", "openvino, which is not installed", "", "pip install 'cascadeseg[cpu]'")
+    from cascadeseg.network.openvino_engine import OpenVinoEngine
+
+    return OpenVinoEngine(stage, precision)
+
+
+def bytes_per_voxel(stage: Stage, precision: str) -> float:
+    """Memory of a forward pass for each voxel of the image: image, widest level and logits."""
+    unet = stage.unet
+    width = 4 if precision == "fp32" else 2
+    finest = unet.widths[0] / (8 if unet.stem == "space_to_depth" else 1)
+    return unet.in_channels * (4 + 2 * width) + LIVE_TENSORS * finest * width + unet.out_channels * (4 + width)
+
+
+class BoundedEngine:
+    """An engine that keeps within a limit by cutting long images into tiles that together equal the whole.
+
+    Where memory runs out all the same it goes on with smaller tiles, then in half precision, then on the processor:
+    only the image at hand is computed again. What it had to do stays in ``notes``.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        device: torch.device,
+        precision: Precision = "auto",
+        kind: EngineKind = "auto",
+    ) -> None:
+        self.stage = stage
+        self.device = device
+        self._engine = open_engine(stage, device, precision, kind)
+        self.precision: str = self._engine.precision
+        self.largest_tile: float = float("inf")
+        """Voxels, context included, that may go through the network at a time."""
+        self.notes: list[str] = []
+
+    def __call__(self, image: Tensor) -> Tensor:
+        """Logits of an image of any size: (C, X, Y, Z) float32 to (K, X, Y, Z) float32."""
+        length = self.tile_length(image.shape)
+        while True:
+            try:
+                return in_slabs(self._engine, image, length=length, context=self.stage.unet.context)
+            except (MemoryError, RuntimeError) as error:
+                if not _is_out_of_memory(error):
+                    raise
+                ran_out = error.with_traceback(None)  # whose frames hold on to the tensors
+            length = self._next_rung(length, image.shape[3], ran_out)
+
+    def tile_length(self, shape: tuple[int, ...]) -> int:
+        """Slices kept of each tile of a (C, X, Y, Z) image: all, or what the limit leaves beside the context."""
+        _, nx, ny, nz = shape
+        stride = self.stage.unet.stride
+        if nx * ny * nz <= self.largest_tile:
+            return nz
+        room = int(self.largest_tile / (nx * ny)) - 2 * self.stage.unet.context
+        return max(stride, room // stride * stride)
+
+    def _next_rung(self, length: int, depth: int, error: Exception) -> int:
+        """A tile length that may fit, on an engine that may be another one now."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        stride = self.stage.unet.stride
+        shorter = length // 2 // stride * stride
+        if shorter and depth > shorter + 2 * self.stage.unet.context:
+            self._note(f"stage of {self.stage.view.spacing_mm:g} mm in tiles of {shorter} slices")
+            return shorter
+        here = self._engine.device
+        if here.type == "cpu":
+            raise error
+        if self._engine.precision == "fp32":
+            self._note("half precision")
+            self._engine = Engine(self.stage, here, "fp16")
+        else:
+            self._note("the processor")
+            self._engine = open_engine(self.stage, torch.device("cpu"))
+        self.precision = self._engine.precision
+        return depth
+
+    def _note(self, what: str) -> None:
+        self.notes.append(f"{self._engine.device} ran out of memory; went on with {what}")
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    said = str(error)
+    return (
+        isinstance(error, MemoryError | torch.OutOfMemoryError)
+        or "can't allocate memory" in said
+        or "not enough memory" in said
+    )

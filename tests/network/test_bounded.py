@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from cascadeseg.errors import DeviceError
+from cascadeseg.network import Engine, UNet, UNetConfig, View, bounded, stage_of
+from cascadeseg.network.bounded import BoundedEngine, open_engine
+
+CPU = torch.device("cpu")
+SMALL = UNetConfig(2, 1, widths=(4, 8, 16), block="bottleneck")
+needs_openvino = pytest.mark.skipif(find_spec("openvino") is None, reason="OpenVINO is not installed")
+
+
+def stage(config: UNetConfig = SMALL):
+    torch.manual_seed(0)
+    network = UNet(config)
+    network.train()
+    for _ in range(3):
+        network(torch.randn(1, config.in_channels, 16, 16, 24))
+    return stage_of(View(1.0, prior=config.in_channels == 2), network.eval())
+
+
+@pytest.mark.parametrize(
+    "config", [SMALL, replace(SMALL, block="residual", blocks=2), replace(SMALL, stem="convolution")]
+)
+def test_reach_is_as_far_as_an_input_matters(config):
+    network = stage(config).network().double().eval()
+    depth, middle = 2 * config.context + config.stride, config.context
+    image = torch.randn(1, 2, 16, 16, depth, dtype=torch.float64, requires_grad=True)
+    gradient = torch.autograd.grad(network(image)[..., middle].sum(), image)[0]
+    seen = torch.nonzero(gradient.abs().amax(dim=(0, 1, 2, 3))).flatten()
+    assert int((seen - middle).abs().max()) <= config.reach
+
+
+def test_tiles_equal_the_whole():
+    engine = BoundedEngine(stage(), CPU, "fp32", "torch")
+    image = torch.randn(2, 20, 17, 190)
+    whole = engine(image)
+    engine.largest_tile = 20 * 17 * (2 * SMALL.context + 24)
+    assert engine.tile_length(image.shape) == 24
+    assert torch.allclose(engine(image), whole, atol=1e-5)
+
+
+class Starved:
+    """An engine that has no memory for images longer than ``longest`` slices."""
+
+    def __init__(self, longest: int, error: Exception) -> None:
+        self.stage, self.device, self.precision = stage(), CPU, "fp32"
+        self.longest, self.error, self.seen = longest, error, []
+
+    def __call__(self, image):
+        self.seen.append(image.shape[3])
+        if image.shape[3] > self.longest:
+            raise self.error
+        return image[:1]
+
+
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory")])
+def test_memory_that_runs_out_leads_to_smaller_tiles(error):
+    engine = BoundedEngine(stage(), CPU, "fp32", "torch")
+    engine._engine = Starved(150, error)
+    image = torch.randn(2, 8, 8, 256)
+    assert torch.equal(engine(image), image[:1])
+    assert engine.notes[-1] == "cpu ran out of memory; went on with stage of 1 mm in tiles of 64 slices"
+
+
+def test_other_errors_are_not_taken_for_memory():
+    engine = BoundedEngine(stage(), CPU, "fp32", "torch")
+    engine._engine = Starved(0, RuntimeError("a fault of our own"))
+    with pytest.raises(RuntimeError, match="a fault of our own"):
+        engine(torch.randn(2, 8, 8, 8))
+
+
+def test_memory_too_small_for_anything_is_said():
+    engine = BoundedEngine(stage(), CPU, "fp32", "torch")
+    engine._engine = Starved(0, MemoryError("no"))
+    with pytest.raises(MemoryError):
+        engine(torch.randn(2, 8, 8, 256))
+
+
+def test_the_gpus_ladder_ends_on_the_processor(monkeypatch):
+    engine = BoundedEngine(stage(), CPU, "fp32", "torch")
+    starved = Starved(0, torch.OutOfMemoryError("CUDA out of memory"))
+    starved.device, starved.precision = torch.device("meta"), "bf16"
+    engine._engine = starved
+    image = torch.randn(2, 16, 16, 16)
+    assert torch.allclose(engine(image), Engine(engine.stage, CPU, engine.precision)(image), atol=0.1)
+    assert engine.notes[-1].endswith("went on with the processor")
+
+
+def test_openvino_by_name_where_it_cannot_be(monkeypatch):
+    with pytest.raises(DeviceError, match="openvino on meta"):
+        open_engine(stage(), torch.device("meta"), kind="openvino")
+    monkeypatch.setattr(bounded, "find_spec", lambda name: None)
+    with pytest.raises(DeviceError, match=r"pip install 'cascadeseg\[cpu\]'"):
+        open_engine(stage(), CPU, kind="openvino")
+    assert isinstance(open_engine(stage(), CPU), Engine)
+
+
+@needs_openvino
+@pytest.mark.parametrize(
+    "config",
+    [
+        SMALL,
+        replace(SMALL, block="residual", blocks=2, out_channels=3, in_channels=1),
+        replace(SMALL, norm="instance"),
+        replace(SMALL, stem="convolution"),
+    ],
+)
+def test_openvino_agrees_with_torch(config):
+    one = stage(config)
+    image = torch.randn(config.in_channels, 20, 17, 30)
+    torch_logits = open_engine(one, CPU, "fp32", "torch")(image)
+    openvino = open_engine(one, CPU, "fp32", "openvino")
+    assert openvino(image).shape == torch_logits.shape
+    assert torch.allclose(openvino(image), torch_logits, atol=2e-3, rtol=2e-3)
+    half = open_engine(one, CPU, "bf16", "openvino")(image)
+    assert float((half - torch_logits).norm() / torch_logits.norm()) < 0.05
+
+
+@needs_openvino
+def test_openvino_is_chosen_where_it_is():
+    assert type(open_engine(stage(), CPU)).__name__ == "OpenVinoEngine"
