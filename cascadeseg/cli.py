@@ -164,8 +164,14 @@ def _add_train(commands: Any) -> None:
     parser = _command(commands, _run_train, "Train one stage of the cascade.")
     add = parser.add_argument
     add("--stage", type=int, choices=(1, 2), required=True, help="1, the locator, or 2, the refiner")
-    add("--data", metavar="DIR", help="'synthetic', or a folder with imagesTr and labelsTr; default: the recipe's")
-    add("--config", metavar="FILE", help="a TOML recipe; default: the stage's own")
+    add(
+        "--data",
+        metavar="SOURCE",
+        help="'synthetic', a folder with dataset.json, a MONAI datalist or a CSV; default: the recipe's",
+    )
+    recipe = parser.add_mutually_exclusive_group()
+    recipe.add_argument("--config", metavar="FILE", help="a TOML recipe; default: the stage's own")
+    recipe.add_argument("--preset", metavar="NAME", help="another recipe of ours: smoke (minutes on a CPU), gpu")
     add(
         "--set",
         action="append",
@@ -173,9 +179,13 @@ def _add_train(commands: Any) -> None:
         metavar="KEY=VALUE",
         help="change one value of the recipe: section.key=value",
     )
+    add("--init", metavar="MODEL", help="start from these weights: 'shipped', or a model folder")
     add("--output", metavar="RUN", help="the run's folder; default: runs/stage1 or runs/stage2")
     add("--resume", action="store_true", help="go on with the run in that folder")
+    add("--time-limit", type=_positive(float), metavar="MIN", help="save and stop after so many minutes")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps")
+    add("--devices", type=_positive(int), default=1, metavar="N", help="how many of them on each machine; default 1")
+    add("--nodes", type=_positive(int), default=1, metavar="N", help="machines (torchrun or SLURM); default 1")
     add("--quiet", action="store_true", help="no progress")
 
 
@@ -495,34 +505,54 @@ def _run_train(options: argparse.Namespace) -> int:
     recipe = _recipe(options)
     output = Path(options.output or f"runs/stage{options.stage}")
     from cascadeseg.training.loop import train
+    from cascadeseg.training.processes import Processes
 
-    model = train(recipe, output, resume=options.resume, device=options.device, quiet=options.quiet)
+    try:
+        model = train(
+            recipe,
+            output,
+            resume=options.resume,
+            device=options.device,
+            processes=Processes(options.devices, options.nodes),
+            time_limit_s=60 * options.time_limit if options.time_limit else None,
+            quiet=options.quiet,
+        )
+    except ExceptionGroup as several:
+        for problem in several.exceptions:
+            _complain(str(problem))
+        _complain(f"{several.message}; nothing was started")
+        return MISTAKE
     _say(f"{model}: the trained model; use it with cascadeseg infer SCAN --model {model}")
     return DONE
 
 
 def _recipe(options: argparse.Namespace) -> Any:
-    """The stage's TOML with the overrides of the command line, ``--data`` first."""
+    """The stage's TOML with the overrides of the command line, ``--data`` and ``--init`` first."""
     import json
 
     from cascadeseg import config
     from cascadeseg.training.config import TrainingConfig
 
-    overrides = [*([f"data.source={json.dumps(options.data)}"] if options.data else []), *options.set]
-    path = Path(options.config) if options.config else _shipped_recipe(options.stage)
-    recipe = config.load(path, TrainingConfig, overrides)
+    asked = {"data.source": options.data, "init": options.init}
+    overrides = [f"{key}={json.dumps(value)}" for key, value in asked.items() if value]
+    path = Path(options.config) if options.config else _shipped_recipe(options.stage, options.preset)
+    recipe = config.load(path, TrainingConfig, [*overrides, *options.set])
     if recipe.stage != options.stage:
         raise ConfigError(path, f"a recipe for stage {recipe.stage}", f"one for --stage {options.stage}")
     return recipe
 
 
-def _shipped_recipe(stage: int) -> Path:
-    """The stage's recipe: in the package, or beside it in a clone."""
+def _shipped_recipe(stage: int, preset: str | None = None) -> Path:
+    """One of the stage's recipes: in the package, or beside it in a clone."""
     package = Path(__file__).parent
-    places = [folder / "configs" / f"stage{stage}.toml" for folder in (package, package.parent)]
-    for place in places:
-        if place.exists():
-            return place
+    folders = [folder / "configs" for folder in (package, package.parent)]
+    name = f"stage{stage}-{preset}.toml" if preset else f"stage{stage}.toml"
+    for folder in folders:
+        if (folder / name).exists():
+            return folder / name
+    known = {path.stem.partition("-")[2] for folder in folders for path in folder.glob(f"stage{stage}-*.toml")}
+    if preset and known:
+        raise ConfigError("--preset", preset, f"one of {', '.join(sorted(known))}")
     raise ConfigError("train", "no recipe was found", remedy="give one with --config FILE")
 
 

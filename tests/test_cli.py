@@ -38,7 +38,8 @@ OPTIONS = {
     "check": "SCAN --series --volume",
     "evaluate": "PRED REF --json --csv",
     "synth": "OUT --count --seed --spacing --preset --quiet",
-    "train": "--stage --data --config --set --output --resume --device --quiet",
+    "train": "--stage --data --config --preset --set --init --output --resume --time-limit --device --devices --nodes"
+    " --quiet",
 }
 """The command line as its users know it: a change here is a change for them, and belongs in the changelog."""
 
@@ -644,6 +645,7 @@ def test_train_refuses_in_one_line(refused: Refused, tmp_path: Path) -> None:
     refused(["train", "--stage", "1", "--config", "none.toml"], "none.toml: no such file")
     refused(["train", "--stage", "1", "--config", "bad.toml"], "bad.toml: not a TOML file")
     refused(["train", "--stage", "1", "--set", "optimisation.stepz=3"], "did you mean 'steps'?")
+    refused(["train", "--stage", "2", "--preset", "quick"], "--preset: quick; expected one of gpu, smoke")
 
 
 def test_train_hands_the_recipe_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,28 +10,63 @@ from cascadeseg.network.unet import UNetConfig
 
 
 @dataclass(frozen=True)
+class LabelNames:
+    """Which labels of a data set are whose lung: names as its ``dataset.json`` has them, or numbers as text.
+
+    Left empty, names that say *lung* or *lobe* and a side are taken by themselves; everything else must be named here,
+    because a side is never guessed.
+
+    Attributes:
+        right: of the patient's right lung (several are merged: lobes, lesions inside it).
+        left: of the patient's left lung.
+        background: of anything else.
+        ignore: of what nothing is asked about.
+    """
+
+    right: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
+    background: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """Where cases come from.
 
     Attributes:
-        source: ``"synthetic"``, or a folder with ``imagesTr`` and ``labelsTr`` (nnU-Net raw layout).
+        source: ``"synthetic"``; a folder in nnU-Net's raw layout or with a Medical Segmentation Decathlon
+            ``dataset.json``; a MONAI datalist (JSON); or a CSV of ``image,label[,patient,fold]``.
+        labels: what the data set's labels are; for synthetic patients, tissues instead of the lungs.
+        folds: files only: patients are split into so many parts, unless the data set itself names folds.
+        fold: files only: the part that is held out.
         preset: synthetic only: a name from `cascadeseg.synthesis.PRESETS`.
         cases: synthetic only: how many training patients there are in all.
         initial: synthetic only: patients that are ready before the first step.
         steps_per_case: synthetic only: after this many steps one more patient joins, until there are ``cases``.
-        validation: patients held out (synthetic), or cases held out of the folder.
-        workers: processes that prepare cases ahead of training.
+        validation: patients of the held-out part that each validation segments.
+        boxes: stage 2 only: crops from the locator's predictions, or from references damaged to look like its
+            mistakes; ``auto`` predicts on synthetic patients (which the locator has not seen) and perturbs on files
+            (which it may have been trained on).
+        box_jitter_mm: stage 2 only: a whole-crop patch moves each face of its box by up to this much, in and out.
+        workers: processes that prepare cases ahead of training; 0: all processors but one.
+        device: where workers render synthetic patients and run the locator.
         cache: folder of prepared cases, shared by runs; empty: inside the run folder.
-        seed: of the first synthetic patient; the others count up from it.
+        seed: of the first synthetic patient (the others count up from it), and of the split of files.
     """
 
     source: str = "synthetic"
+    labels: LabelNames = field(default_factory=LabelNames)
+    folds: int = 5
+    fold: int = 0
     preset: str = "default"
     cases: int = 400
     initial: int = 16
     steps_per_case: int = 8
     validation: int = 8
-    workers: int = 1
+    boxes: Literal["auto", "predicted", "perturbed"] = "auto"
+    box_jitter_mm: float = 8.0
+    workers: int = 0
+    device: str = "cpu"
     cache: str = ""
     seed: int = 1000
 
@@ -42,20 +77,32 @@ class AugmentationConfig:
 
     Attributes:
         scale: sd of the size factor, per axis (log scale).
+        warp: probability that a patch is also rotated and bent.
+        rotation_deg: sd of a warped patch's rotation about each axis.
+        elastic_mm: sd of a warped patch's displacements, smooth over a third of the patch.
         mirror: probability of mirroring left and right, labels swapped (stage 1 only: stage 2 mirrors by itself).
         gain: sd of the HU gain.
         offset_hu: sd of the HU offset.
+        gamma: sd of the logarithm of an exponent on the image.
         noise_hu: largest sd of added white noise.
-        blur: probability of a light blur along one random axis, as thick slices and soft kernels give.
+        blur: probability of a light blur along one random axis, as soft kernels give.
+        low_resolution: probability that an axis is averaged into thick slices and interpolated back.
+        thickest_mm: of those slices; the thinnest has the image's own spacing.
         prior: stage 2: probability that stage 1's opinion is damaged (blurred, with a bite taken out).
     """
 
     scale: float = 0.08
+    warp: float = 0.2
+    rotation_deg: float = 8.0
+    elastic_mm: float = 3.0
     mirror: float = 0.3
     gain: float = 0.03
     offset_hu: float = 15.0
+    gamma: float = 0.05
     noise_hu: float = 30.0
     blur: float = 0.15
+    low_resolution: float = 0.15
+    thickest_mm: float = 5.0
     prior: float = 0.3
 
 
@@ -65,34 +112,56 @@ class OptimisationConfig:
 
     Attributes:
         steps: optimiser steps in all.
-        patch: largest patch, voxels; a smaller case gives a smaller patch.
-        batch: patches of a step, one after another (gradients are accumulated).
+        patch: largest patch, voxels; a smaller case gives a smaller patch, one as large as the cases whole crops.
+        fixed_size: pad smaller patches with air to ``patch``, so that every one has the same shape.
+        batch: patches of a step, over all processes and accumulations.
+        micro_batch: patches that go through the network together.
         on_lung: probability that a patch is centred on a lung voxel rather than anywhere.
-        learning_rate: at its highest, after the warm-up; falls to zero by a cosine.
+        optimiser: ``adamw``, ``sgd`` (Nesterov momentum 0.99), or ``adafactor`` (factored second moments, no first).
+        learning_rate: at its highest, after the warm-up.
+        schedule: how it falls to zero: half a cosine, or (1 - t) to the power of 0.9.
         warm_up: steps.
-        weight_decay: AdamW's.
+        weight_decay: the optimiser's.
         clip_norm: largest norm of the gradient.
-        ema: decay of the averaged weights, which are what is shipped.
-        precision: ``auto`` (what the device is fast at), ``fp32``, ``bf16`` or ``fp16``.
+        ema: decay of the averaged weights, which are what is shipped; less over the first steps.
+        precision: ``auto`` (what the device is fast at), ``fp32``, ``bf16`` or ``fp16`` (with loss scaling).
         checkpoint_blocks: recompute every block's activations in the backward pass (less memory, more time).
+        channels_last: memory format of weights and images.
+        compile: `torch.compile` the network (slow first steps).
+        cudnn_benchmark: let cuDNN try its algorithms for each new shape; for ``fixed_size``.
+        deterministic: only algorithms that give the same bits again (a GPU is then slower; a CPU does it anyway).
+        prefetch: steps whose patches are prepared ahead of the loop.
+        skip_at_most: steps without a finite loss in a row before the run gives up.
         validate_every: steps between validations.
         save_every: steps between checkpoints.
+        tensorboard: write TensorBoard events too, where it is installed.
         seed: of everything random in the loop.
     """
 
     steps: int = 4000
     patch: tuple[int, int, int] = (128, 128, 128)
+    fixed_size: bool = False
     batch: int = 1
+    micro_batch: int = 1
     on_lung: float = 0.6
+    optimiser: Literal["adamw", "sgd", "adafactor"] = "adamw"
     learning_rate: float = 2e-3
+    schedule: Literal["cosine", "poly"] = "cosine"
     warm_up: int = 100
     weight_decay: float = 1e-4
     clip_norm: float = 2.0
     ema: float = 0.998
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     checkpoint_blocks: bool = False
+    channels_last: bool = True
+    compile: bool = False
+    cudnn_benchmark: bool = False
+    deterministic: bool = False
+    prefetch: int = 2
+    skip_at_most: int = 20
     validate_every: int = 250
     save_every: int = 250
+    tensorboard: bool = True
     seed: int = 0
 
 
@@ -103,13 +172,16 @@ class TrainingConfig:
     Attributes:
         stage: 1, the locator, or 2, the refiner.
         name: of the model that comes out.
-        locator: stage 2 only: the model folder whose stage 1 it builds on; empty: the shipped one.
+        init: start from these weights instead of chance: ``"shipped"``, or a model folder.
+        locator: stage 2 only: the model folder whose stage 1 it builds on; empty: the shipped one. With ``{fold}`` in
+            it, predictions on a patient come from the locator that was trained without the patient's fold.
     """
 
     stage: int
     view: View
     unet: UNetConfig
     name: str = "untitled"
+    init: str = ""
     locator: str = ""
     data: DataConfig = field(default_factory=DataConfig)
     augmentation: AugmentationConfig = field(default_factory=AugmentationConfig)

@@ -1,0 +1,228 @@
+"""Prepared patients on disk, made ahead of their use by worker processes.
+
+A case is two memory-mappable arrays: ``NAME.image.npy``, (C, X, Y, Z) float16 as the network gets it, and
+``NAME.labels.npy``, (X, Y, Z) uint8. A patient held out for validation is kept whole instead: ``KEY.scan.npy`` and
+``KEY.reference.npy``. ``KEY.json``, written last, names a patient's files: where it is, the patient is ready. Every
+file is written under a temporary name and renamed, so several processes (also of several runs) may fill one cache, and
+one that was interrupted is simply gone on with. Zarr and blosc2 were weighed: patches are read from the page cache,
+where a plain ``.npy`` is as fast as memory and chunks would only have to be decompressed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import TimeoutError as NotYet
+from dataclasses import asdict
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cascadeseg._version import __version__
+from cascadeseg.errors import ConfigError
+from cascadeseg.formats.scan import Scan
+from cascadeseg.geometry import Grid
+from cascadeseg.network.engine import Engine, find_device
+from cascadeseg.network.model import load_model
+from cascadeseg.training.cases import LabelMap, Patient, prepare
+from cascadeseg.training.config import TrainingConfig
+
+Kind = Literal["cases", "whole"]
+WAIT_S = 0.2
+WHOLE_SPACING = 1.5
+"""Synthetic patients held out from stage 2 are scanned at this times its spacing, as thin clinical slices are."""
+
+
+class CaseStore:
+    """The prepared patients of a run."""
+
+    def __init__(
+        self,
+        folder: Path,
+        config: TrainingConfig,
+        wanted: Sequence[tuple[Patient, Kind]],
+        *,
+        workers: int = 1,
+        stopped: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Starts preparing.
+
+        Args:
+            folder: of all caches; this run's is a folder in it, named after the recipe and what depends on it.
+            config: of the run.
+            wanted: patients in the order in which they will be needed.
+            workers: processes; 0 where another process of the run prepares for this one.
+            stopped: called while waiting; raises to end the wait.
+        """
+        self.folder = folder / f"stage{config.stage}-{recipe_digest(config)}"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._stopped = stopped
+        self._futures: dict[Path, Future[None]] = {}
+        self._pool: ProcessPoolExecutor | None = None
+        missing = [(patient, kind) for patient, kind in wanted if not self._record(patient, kind).exists()]
+        if missing and workers:
+            self._pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_be_modest)
+            for patient, kind in missing:
+                job = self._pool.submit(_prepare_patient, config, patient, kind, self.folder)
+                self._futures[self._record(patient, kind)] = job
+
+    def names(self, patient: Patient) -> list[str]:
+        """The names of a patient's cases; waits until they are ready."""
+        names: list[str] = self._description(patient, "cases")["cases"]
+        return names
+
+    def arrays(self, name: str) -> tuple[npt.NDArray[np.float16], LabelMap]:
+        """Image (C, X, Y, Z) and labels (X, Y, Z) of a case, memory-mapped."""
+        image = np.load(self.folder / f"{name}.image.npy", mmap_mode="r")
+        return image, np.load(self.folder / f"{name}.labels.npy", mmap_mode="r")
+
+    def whole(self, patient: Patient) -> tuple[Scan, LabelMap]:
+        """A held-out patient's canonical scan and labels; waits until they are ready."""
+        about = self._description(patient, "whole")
+        voxels = np.load(self.folder / f"{patient.key}.scan.npy", mmap_mode="r")
+        grid = Grid(voxels.shape, np.array(about["affine"]))
+        scan = Scan(voxels, grid, about["slope"], about["intercept"], source=patient.key)
+        return scan, np.load(self.folder / f"{patient.key}.reference.npy", mmap_mode="r")
+
+    def close(self) -> None:
+        """Stops the workers; what they have not begun is left."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _description(self, patient: Patient, kind: Kind) -> dict[str, Any]:
+        record = self._record(patient, kind)
+        job = self._futures.get(record)
+        while job is not None:
+            self._stopped()
+            try:
+                job.result(timeout=WAIT_S)
+                job = None
+            except NotYet:
+                continue
+        while not record.exists():  # another process of this run is at it
+            self._stopped()
+            failure = record.with_suffix(".failed")
+            if failure.exists():
+                raise ConfigError("data", failure.read_text(encoding="utf-8"))
+            time.sleep(WAIT_S)
+        described: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
+        return described
+
+    def _record(self, patient: Patient, kind: Kind) -> Path:
+        return self.folder / f"{patient.key}.{kind}.json"
+
+
+def locator_folder(config: TrainingConfig, fold: int) -> str | None:
+    """The folder of the locator that predicts on a fold's patients; None for the shipped one."""
+    return config.locator.replace("{fold}", str(fold)) or None
+
+
+def predicts_boxes(config: TrainingConfig) -> bool:
+    """Whether crops come from a locator's predictions."""
+    boxes = config.data.boxes
+    if boxes == "auto":
+        boxes = "predicted" if config.data.source == "synthetic" or "{fold}" in config.locator else "perturbed"
+    return config.stage == 2 and boxes == "predicted"
+
+
+def recipe_digest(config: TrainingConfig) -> str:
+    """Of all that decides what a patient's prepared cases look like, but for the patient.
+
+    Raises:
+        ModelError: a locator that is needed cannot be read.
+    """
+    data = config.data
+    what: dict[str, Any] = {
+        "view": asdict(config.view),
+        "stride": config.unet.stride,
+        "labels": asdict(data.labels),
+        "version": __version__,
+        "synthetic": data.preset if data.source == "synthetic" else None,
+    }
+    if config.stage == 2:
+        what |= {"jitter": data.box_jitter_mm, "predicted": predicts_boxes(config)}
+    if predicts_boxes(config):
+        folds = range(data.folds) if "{fold}" in config.locator else [0]
+        what["locators"] = [load_model(locator_folder(config, fold)).sha256 for fold in folds]
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:12]
+
+
+_locators: dict[str | None, Engine] = {}
+
+
+def _locator(config: TrainingConfig, patient: Patient) -> Engine | None:
+    if not predicts_boxes(config):
+        return None
+    folder = locator_folder(config, patient.fold)
+    if folder not in _locators:
+        _locators[folder] = Engine(load_model(folder).locator, find_device(config.data.device))
+    return _locators[folder]
+
+
+def _prepare_patient(config: TrainingConfig, patient: Patient, kind: Kind, folder: Path) -> None:
+    record = folder / f"{patient.key}.{kind}.json"
+    if record.exists():  # another process was faster
+        return
+    try:
+        about = _save_whole(config, patient, folder) if kind == "whole" else _save_cases(config, patient, folder)
+    except Exception as error:
+        record.with_suffix(".failed").write_text(f"{patient.key}: {error}", encoding="utf-8")
+        raise
+    record.with_suffix(".failed").unlink(missing_ok=True)
+    _replace(record, lambda path: path.write_text(json.dumps(about), encoding="utf-8"))
+
+
+def _save_cases(config: TrainingConfig, patient: Patient, folder: Path) -> dict[str, Any]:
+    cases = prepare(patient, config, _locator(config, patient))
+    for case in cases:
+        _save(folder / f"{case.name}.image.npy", case.image.half().numpy())
+        _save(folder / f"{case.name}.labels.npy", case.labels.numpy())
+    return {"cases": [case.name for case in cases]}
+
+
+def _save_whole(config: TrainingConfig, patient: Patient, folder: Path) -> dict[str, Any]:
+    scan, labels = patient.whole(config.view.spacing_mm * (WHOLE_SPACING if config.stage == 2 else 1.0))
+    _save(folder / f"{patient.key}.scan.npy", scan.voxels)
+    _save(folder / f"{patient.key}.reference.npy", labels)
+    return {"affine": scan.grid.affine.tolist(), "slope": float(scan.slope), "intercept": float(scan.intercept)}
+
+
+def _save(path: Path, array: npt.NDArray[Any]) -> None:
+    def write(temporary: Path) -> None:
+        with temporary.open("wb") as file:
+            np.save(file, np.ascontiguousarray(array))
+
+    _replace(path, write)
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    write(temporary)
+    temporary.replace(path)
+
+
+def _be_modest() -> None:
+    """Workers leave the processor to the loop, Ctrl-C to their parent, and do not outlive it (also if it is killed)."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if hasattr(os, "nice"):
+        os.nice(10)
+    parent = parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+
+
+def _end_with(sentinel: int) -> None:
+    wait([sentinel])
+    os._exit(1)

@@ -1,0 +1,143 @@
+"""The data of a run: who is trained on and who is held out, and the patches of every step."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Generator, Tensor
+
+from cascadeseg.errors import ConfigError
+from cascadeseg.labels import IGNORE
+from cascadeseg.synthesis import PRESETS
+from cascadeseg.training.augmentation import Cut, cut, padded, varied
+from cascadeseg.training.cache import CaseStore, Kind
+from cascadeseg.training.cases import FilePatient, Patient, SyntheticPatient, unknown_tissues
+from cascadeseg.training.config import DataConfig, TrainingConfig
+from cascadeseg.training.listing import listing, sides
+from cascadeseg.training.preflight import Inspected, inspect
+from cascadeseg.training.state import Relief, replace_text
+
+LARGEST_BATCH = 4096
+
+
+class Data:
+    """Training and held-out patients, and patches by step and index."""
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        output: Path,
+        *,
+        prepares: bool = True,
+        stopped: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Finds the patients, and starts preparing them.
+
+        Args:
+            config: of the run.
+            output: the run folder, which keeps the split.
+            prepares: whether this process starts workers (one of each machine does).
+            stopped: called while waiting for a case; raises to end the wait.
+
+        Raises:
+            ConfigError, ModelError: the recipe names what is not there.
+            ExceptionGroup: of everything that is wrong with the data set.
+        """
+        self.config = config
+        self.training, held_out = patients_of(config, output / "split.json")
+        self.validation = held_out[: config.data.validation]
+        first = self.training[: config.data.initial]
+        order: list[tuple[Patient, Kind]] = [(patient, "cases") for patient in first]
+        order += [(patient, "whole") for patient in self.validation]
+        order += [(patient, "cases") for patient in self.training[len(first) :]]
+        folder = Path(config.data.cache) if config.data.cache else output / "cases"
+        workers = (config.data.workers or max(1, (os.cpu_count() or 2) - 1)) if prepares else 0
+        self.store = CaseStore(folder, config, order, workers=workers, stopped=stopped)
+
+    def cut(self, step: int, index: int, relief: Relief) -> Cut:
+        """The raw patch of a step, and the generator of its variation."""
+        seed = self.config.optimisation.seed
+        random = Generator().manual_seed((seed * 1_000_003 + step) * LARGEST_BATCH + index)
+        known = len(self.training)
+        if self.config.data.source == "synthetic":
+            known = min(known, self.config.data.initial + step // self.config.data.steps_per_case)
+        while True:
+            patient = self.training[int(torch.randint(0, known, (), generator=random))]
+            names = self.store.names(patient)
+            if names:
+                name = names[int(torch.randint(0, len(names), (), generator=random))]
+                return cut(*self.store.arrays(name), self.config, random, relief.patch(self.config))
+
+    def close(self) -> None:
+        """Stops the workers."""
+        self.store.close()
+
+
+def patients_of(config: TrainingConfig, record: Path) -> tuple[Sequence[Patient], Sequence[Patient]]:
+    """Training and held-out patients; the split of files is written to ``record``, and read from it if it is there."""
+    data = config.data
+    if data.source == "synthetic":
+        if data.preset not in PRESETS:
+            raise ConfigError("data.preset", data.preset, "one of " + ", ".join(PRESETS))
+        if unknown := unknown_tissues(data.labels):
+            raise ConfigError("data.labels", ", ".join(unknown), "tissues of the synthetic chest CT (`Tissue`)")
+        count = data.validation + data.cases
+        all_of_them = [SyntheticPatient(data.seed + n, data.preset, data.labels, data.device) for n in range(count)]
+        return all_of_them[data.validation :], all_of_them[: data.validation]
+    listed = listing(Path(data.source))
+    mapping, problems = sides(listed, data.labels)
+    cases = inspect(listed, mapping, problems, workers=data.workers or os.cpu_count() or 2)
+    folds = _kept_folds(cases, data, record)
+    patients = [FilePatient(case, folds[case.entry.name]) for case in cases]
+    training = [patient for patient in patients if patient.fold != data.fold]
+    held_out = [patient for patient in patients if patient.fold == data.fold]
+    if not training:
+        raise ConfigError("data.fold", f"all {len(cases)} cases are in fold {data.fold}", "cases to train on")
+    return training, held_out
+
+
+def _kept_folds(cases: Sequence[Inspected], data: DataConfig, record: Path) -> dict[str, int]:
+    """The fold of every case by name, as it was when the run began."""
+    if record.exists():
+        kept: dict[str, int] = json.loads(record.read_text(encoding="utf-8"))["folds"]
+        if kept.keys() != {case.entry.name for case in cases}:
+            raise ConfigError(record, "a split of other cases than the data set now has", "the same data as at first")
+        return kept
+    folds = _folds(cases, data)
+    record.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(record, json.dumps({"held_out": data.fold, "folds": folds}, indent=1) + "\n")
+    return folds
+
+
+def _folds(cases: Sequence[Inspected], data: DataConfig) -> dict[str, int]:
+    """By patient: the data set's own folds where it names them for all, else by chance of the seed."""
+    own = {case.entry.name: case.entry.fold for case in cases}
+    if all(fold is not None for fold in own.values()):
+        return {name: int(fold or 0) for name, fold in own.items()}
+    patients = sorted({case.entry.patient for case in cases})
+    shuffled = np.random.default_rng(data.seed).permutation(len(patients))
+    of_patient = {patients[index]: int(place % data.folds) for place, index in enumerate(shuffled)}
+    return {case.entry.name: of_patient[case.entry.patient] for case in cases}
+
+
+def stacked(patches: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Patches as one batch; smaller ones are padded with air about which nothing is asked."""
+    shape = [max(labels.shape[axis] for _, labels in patches) for axis in range(3)]
+    return torch.stack([padded(x, shape, 0.0) for x, _ in patches]), torch.stack(
+        [padded(y, shape, IGNORE) for _, y in patches]
+    )
+
+
+def batch_of(cuts: Sequence[Cut], config: TrainingConfig, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Image (B, C, x, y, z) and labels (B, x, y, z) on a device, varied there."""
+    patches = [varied(one.to(device), config) for one in cuts]
+    if config.optimisation.fixed_size:
+        patches = [
+            (padded(x, one.patch, 0.0), padded(y, one.patch, IGNORE)) for (x, y), one in zip(patches, cuts, strict=True)
+        ]
+    return stacked(patches)

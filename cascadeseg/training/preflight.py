@@ -1,0 +1,146 @@
+"""Everything that is wrong with a data set, told at once and before anything starts."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from cascadeseg.errors import CascadesegError, ConfigError, ScanError
+from cascadeseg.formats import read_labels, read_scan
+from cascadeseg.geometry import Grid
+from cascadeseg.labels import IGNORE, LEFT_LUNG, RIGHT_LUNG
+from cascadeseg.training.listing import Entry, Listing
+
+GRID_TOLERANCE_MM = 0.1
+SMALLEST_LUNG_ML = 1.0
+END_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Inspected:
+    """A case that can be trained on.
+
+    Attributes:
+        entry: which.
+        sides: the data set's label numbers to ours, as pairs.
+        digest: of what is in its files.
+    """
+
+    entry: Entry
+    sides: tuple[tuple[int, int], ...]
+    digest: str
+
+
+def inspect(listed: Listing, sides: dict[int, int], problems: Sequence[str] = (), workers: int = 2) -> list[Inspected]:
+    """Reads every scan's header and every label map.
+
+    Args:
+        listed: the data set.
+        sides: its label numbers to ours.
+        problems: what is known to be wrong already.
+        workers: threads that read.
+
+    Raises:
+        ExceptionGroup: of a `ConfigError` or `ScanError` for every problem there is.
+    """
+    errors: list[Exception] = [ConfigError("data.labels", problem) for problem in problems]
+    errors += _repeated(listed)
+    with ThreadPoolExecutor(max(1, workers)) as pool:
+        found = list(pool.map(lambda entry: _problems(entry, None if problems else sides), listed.entries))
+    errors += [error for each in found for error in each]
+    if errors:
+        raise ExceptionGroup(f"{len(errors)} problems in the training data", errors)
+    pairs = tuple(sorted(sides.items()))
+    return [Inspected(entry, pairs, _digest(entry)) for entry in listed.entries]
+
+
+def _repeated(listed: Listing) -> list[Exception]:
+    names = [entry.name for entry in listed.entries]
+    again = sorted({name for name in names if names.count(name) > 1})
+    return [ConfigError("data.source", f"several cases are named {name}", "one name for each case") for name in again]
+
+
+def _problems(entry: Entry, sides: dict[int, int] | None) -> list[Exception]:
+    """What is wrong with one case; its label values are looked at only where they have a meaning."""
+    errors: list[Exception] = []
+    grid = _attempt(lambda: read_scan(entry.image).grid, errors)
+    read = _attempt(lambda: read_labels(entry.label), errors)
+    if read is None:
+        return errors
+    labels, label_grid = read
+    if grid is not None and not grid.matches(label_grid, GRID_TOLERANCE_MM):
+        found = f"a grid of {_told(label_grid)}"
+        errors.append(ScanError(entry.label, found, f"that of its scan, {_told(grid)}"))
+    if sides is not None:
+        errors += _label_problems(entry.label, labels, label_grid, sides)
+    return errors
+
+
+def _attempt(read: Any, errors: list[Exception]) -> Any:
+    try:
+        return read()
+    except CascadesegError as error:
+        errors.append(error)
+    return None
+
+
+def _told(grid: Grid) -> str:
+    shape, spacing = (" x ".join(f"{v:g}" for v in values) for values in (grid.shape, np.round(grid.spacing_mm, 3)))
+    return f"{shape} voxels of {spacing} mm at {np.round(grid.affine[:3, 3], 1).tolist()}"
+
+
+def _label_problems(path: Path, labels: npt.NDArray[Any], grid: Grid, sides: dict[int, int]) -> list[Exception]:
+    values, counts = np.unique(labels, return_counts=True)
+    there = {int(value): int(count) for value, count in zip(values, counts, strict=True)}
+    unknown = sorted(set(there) - set(sides))
+    errors: list[Exception] = []
+    if unknown:
+        found = f"labels {', '.join(map(str, unknown))} without a name"
+        errors.append(ScanError(path, found, "labels that dataset.json or data.labels names"))
+    centres = {}
+    for lung in (RIGHT_LUNG, LEFT_LUNG):
+        mine = [value for value in there if sides.get(value) == lung.value]
+        if mine and sum(there[value] for value in mine) * grid.voxel_volume_ml >= SMALLEST_LUNG_ML:
+            centres[lung] = float(grid.world(np.argwhere(np.isin(labels, mine)).mean(axis=0))[0])
+    if not centres and not any(sides.get(value) == IGNORE for value in there):
+        errors.append(ScanError(path, f"no lung of {SMALLEST_LUNG_ML:g} ml or more", "at least one lung"))
+    if len(centres) == 2 and centres[RIGHT_LUNG] <= centres[LEFT_LUNG]:
+        found = "the right lung lies to the patient's left of the left one"
+        errors.append(ScanError(path, found, "", "labels or the scan's orientation are swapped: mend data.labels"))
+    return errors
+
+
+def _digest(entry: Entry) -> str:
+    """Of both ends and the size of both files: gzip ends with a checksum of all of it, and headers come first."""
+    state = hashlib.sha256()
+    for path in (entry.image, entry.label):
+        for file in sorted(child for child in path.rglob("*") if child.is_file()) if path.is_dir() else [path]:
+            _add_ends(state, file)
+    return state.hexdigest()
+
+
+def _add_ends(state: Any, path: Path) -> None:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        state.update(f"{size}:".encode())
+        state.update(file.read(END_BYTES))
+        file.seek(max(0, size - END_BYTES))
+        state.update(file.read())
+
+
+def scan_and_labels(case: Inspected) -> tuple[Any, npt.NDArray[np.uint8], Grid]:
+    """The scan, its labels with our numbers, and their grid, as stored."""
+    scan = read_scan(case.entry.image)
+    labels, grid = read_labels(case.entry.label)
+    ours = np.zeros(labels.shape, np.uint8)
+    for number, value in case.sides:
+        if value:
+            ours[labels == number] = value
+    return scan, ours, grid

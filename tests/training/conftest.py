@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cascadeseg.training.cache import CaseStore
+from cascadeseg.training.data import patients_of
+from tests.training.toy import stage1, toy_dataset
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory) -> Path:
+    """Three toy chests in nnU-Net's raw layout."""
+    return toy_dataset(tmp_path_factory.mktemp("data") / "Dataset001_Toy")
+
+
+@pytest.fixture(scope="session")
+def cache(folder, tmp_path_factory) -> str:
+    """Their cases prepared for stage 1, so that runs need no workers."""
+    root = tmp_path_factory.mktemp("cache")
+    config = stage1(folder)
+    training, held_out = patients_of(config, root / "split.json")
+    wanted = [(patient, "cases") for patient in training] + [(patient, "whole") for patient in held_out]
+    store = CaseStore(root, config, wanted)
+    for patient in training:
+        store.names(patient)
+    for patient in held_out:
+        store.whole(patient)
+    store.close()
+    return str(root)

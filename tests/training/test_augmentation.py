@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cascadeseg.labels import IGNORE
+from cascadeseg.training.augmentation import cut, varied
+from tests.cascade.chest import chest_grid, dice, truth
+from tests.training.toy import NOTHING_RANDOM, stage1, stage2, with_data
+
+
+def patch_of(image, labels, config, seed):
+    piece = cut(image, labels, config, torch.Generator().manual_seed(seed), config.optimisation.patch)
+    return varied(piece, config)
+
+
+@pytest.fixture
+def whole():
+    return replace(stage1("none", patch=(64, 64, 64), on_lung=0.0), augmentation=NOTHING_RANDOM)
+
+
+def test_without_augmentation_a_whole_patch_is_the_case(whole):
+    image = np.random.default_rng(0).random((1, 24, 16, 32)).astype(np.float16)
+    labels = (image[0] > 0.5).astype(np.uint8)
+    patch, target = patch_of(image, labels, whole, 3)
+    np.testing.assert_array_equal(patch.numpy(), image.astype(np.float32))
+    np.testing.assert_array_equal(target.numpy(), labels)
+
+
+@pytest.mark.parametrize("warp", [0.0, 1.0])
+def test_patches_have_the_networks_stride_and_the_asked_size_at_most(warp):
+    config = stage1("none", patch=(32, 32, 32))
+    config = replace(config, augmentation=replace(config.augmentation, warp=warp))
+    image = np.zeros((1, 50, 21, 37), np.float16)
+    for seed in range(6):
+        patch, target = patch_of(image, image[0].astype(np.uint8), config, seed)
+        assert patch.shape[1:] == target.shape
+        assert all(n % config.unet.stride == 0 and n <= 32 for n in target.shape)
+
+
+def test_a_seed_gives_the_same_patch_again():
+    config = stage1("none", patch=(32, 32, 32))
+    config = replace(config, augmentation=replace(config.augmentation, warp=1.0, low_resolution=1.0, blur=1.0))
+    image = np.random.default_rng(0).random((1, 40, 40, 40)).astype(np.float16)
+    labels = (image[0] > 0.5).astype(np.uint8)
+    (a, la), (b, lb), (c, _) = (patch_of(image, labels, config, seed) for seed in (1, 1, 2))
+    assert torch.equal(a, b)
+    assert torch.equal(la, lb)
+    assert not torch.equal(a, c)
+
+
+def test_mirroring_swaps_the_sides(whole):
+    config = replace(whole, augmentation=replace(NOTHING_RANDOM, mirror=1.0))
+    labels = truth(chest_grid((6.0, 6.0, 6.0)))[:52, :40, :40]
+    image = labels[None].astype(np.float16) / 4
+    patch, target = patch_of(image, labels, config, 0)
+    np.testing.assert_array_equal(patch.numpy()[0, ::-1], image[0].astype(np.float32))
+    np.testing.assert_array_equal(target.numpy()[::-1], np.array([0, 2, 1], np.uint8)[labels])
+
+
+def test_a_warp_moves_image_and_labels_together(whole):
+    amounts = replace(NOTHING_RANDOM, warp=1.0, rotation_deg=8.0, elastic_mm=12.0)
+    config = replace(whole, augmentation=amounts)
+    labels = truth(chest_grid((6.0, 6.0, 6.0)))[:52, :40, :40]
+    image = (labels == 1)[None].astype(np.float16)
+    patch, target = patch_of(image, labels, config, 5)
+    asked = (target != IGNORE).numpy()
+    assert 0.5 < asked.mean() < 1
+    assert dice((patch[0].numpy() > 0.5)[asked], (target.numpy() == 1)[asked], True) > 0.97
+    assert dice(target.numpy(), labels, 1) < 0.97
+
+
+def test_without_rotation_and_bending_a_warp_changes_nothing(whole):
+    config = replace(whole, augmentation=replace(NOTHING_RANDOM, warp=1.0, rotation_deg=0.0, elastic_mm=0.0))
+    image = np.random.default_rng(0).random((1, 24, 16, 32)).astype(np.float16)
+    labels = (image[0] > 0.5).astype(np.uint8)
+    patch, target = patch_of(image, labels, config, 3)
+    assert torch.allclose(patch, torch.from_numpy(image).float(), atol=1e-4)
+    np.testing.assert_array_equal(target.numpy(), labels)
+
+
+def test_thick_slices_average_along_one_axis_only(whole):
+    config = replace(whole, augmentation=replace(NOTHING_RANDOM, low_resolution=1.0, thickest_mm=30.0))
+    image = np.random.default_rng(0).random((1, 24, 24, 24)).astype(np.float16)
+    patch, _ = patch_of(image, np.zeros((24,) * 3, np.uint8), config, 1)
+    rough = [float(patch[0].diff(dim=axis).abs().mean()) for axis in range(3)]
+    assert min(rough) < 0.5 * max(rough)
+    assert float(patch.mean()) == pytest.approx(float(image.astype(np.float32).mean()), abs=0.02)
+
+
+def test_a_whole_crop_of_stage_2_has_faces_that_move():
+    config = with_data(stage2("none", Path("none"), patch=(64, 64, 64), on_lung=0.0), box_jitter_mm=16.0)
+    config = replace(config, augmentation=NOTHING_RANDOM)
+    image = np.zeros((2, 56, 56, 56), np.float16)
+    labels = np.zeros((56, 56, 56), np.uint8)
+    shapes = {tuple(patch_of(image, labels, config, seed)[1].shape) for seed in range(8)}
+    assert len(shapes) > 4
+    assert all(38 <= n <= 56 for shape in shapes for n in shape)

@@ -1,0 +1,261 @@
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cascadeseg.cascade.crop import crop_lungs
+from cascadeseg.cascade.refine import lung_image
+from cascadeseg.cli import main
+from cascadeseg.errors import ConfigError
+from cascadeseg.formats import read_labels, read_scan, write_labels
+from cascadeseg.labels import IGNORE, LEFT_LUNG, LUNGS, RIGHT_LUNG
+from cascadeseg.network import View
+from cascadeseg.training.cache import CaseStore, recipe_digest
+from cascadeseg.training.cases import SyntheticPatient, imagined, labels_on, prepare
+from cascadeseg.training.config import LabelNames
+from cascadeseg.training.data import patients_of
+from cascadeseg.training.listing import Listing, listing, sides
+from tests.cascade.chest import chest_grid, dice, truth
+from tests.training.toy import OURS, stage1, stage2, with_data, write_case, write_dataset_json
+
+CASES = ["toy_0", "toy_1", "toy_2"]
+
+
+def paths(name: str) -> dict[str, str]:
+    return {"image": f"imagesTr/{name}_0000.nii.gz", "label": f"./labelsTr/{name}.nii.gz"}
+
+
+def as_decathlon(root: Path) -> Path:
+    labels = {"0": "background", "1": "right lung", "2": "left lung"}
+    about = {"labels": labels, "training": [paths(name) for name in CASES], "numTraining": 3}
+    (root / "dataset.json").write_text(json.dumps(about))
+    return root
+
+
+def as_datalist(root: Path) -> Path:
+    path = root / "datalist.json"
+    cases = [paths(name) | {"fold": fold} for fold, name in enumerate(CASES)]
+    path.write_text(json.dumps({"training": cases, "testing": [], "labels": {"0": "background", **_named(OURS)}}))
+    return path
+
+
+def _named(labels: dict[str, int]) -> dict[str, str]:
+    return {str(number): name for name, number in labels.items() if number}
+
+
+def as_csv(root: Path) -> Path:
+    path = root / "cases.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["image", "label", "patient", "fold"])
+        writer.writeheader()
+        writer.writerows(paths(name) | {"patient": "p", "fold": ""} for name in CASES[:2])
+        writer.writerow(paths(CASES[2]) | {"patient": "q", "fold": ""})
+    return path
+
+
+@pytest.mark.parametrize("layout", [lambda root: root, as_decathlon, as_datalist, as_csv])
+def test_every_layout_gives_the_same_cases(folder, tmp_path, layout):
+    root = shutil.copytree(folder, tmp_path / "set")
+    source = layout(root)
+    config = stage1(source)
+    if source.suffix == ".csv":
+        config = with_data(config, labels=LabelNames(right=("1",), left=("2",)), folds=2)
+    training, held_out = patients_of(config, tmp_path / "split.json")
+    assert sorted(patient.case.entry.name for patient in [*training, *held_out]) == CASES
+    assert len(training)
+    assert len(held_out)
+    assert dict(training[0].case.sides) == {0: 0, 1: 1, 2: 2}
+    scan, labels = training[0].whole(2.0)
+    assert dice(labels, truth(scan.grid), 1) == 1
+
+
+def test_patients_are_never_split_and_the_split_is_kept(folder, tmp_path):
+    root = shutil.copytree(folder, tmp_path / "set")
+    config = with_data(stage1(as_csv(root)), labels=LabelNames(right=("1",), left=("2",)), folds=2)
+    training, held_out = patients_of(config, tmp_path / "split.json")
+    both = [{patient.case.entry.patient for patient in part} for part in (training, held_out)]
+    assert not both[0] & both[1]
+    kept = json.loads((tmp_path / "split.json").read_text())
+    assert kept["folds"]["toy_0"] == kept["folds"]["toy_1"] != kept["folds"]["toy_2"]
+    kept["folds"] = {name: 1 - fold for name, fold in kept["folds"].items()}
+    (tmp_path / "split.json").write_text(json.dumps(kept))
+    again, _ = patients_of(config, tmp_path / "split.json")
+    assert {patient.case.entry.patient for patient in again} == both[1]
+    write_case(root, "toy_3", (6.0, 6.0, 6.0))
+    with pytest.raises(ConfigError, match="a split of other cases"):
+        patients_of(with_data(stage1(root), folds=2), tmp_path / "split.json")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("lung_right", 1),
+        ("Left Lung", 2),
+        ("lung_upper_lobe_left", 2),
+        ("lung_lower_lobe_right", 1),
+        ("Lung_L", 2),
+        ("RUL", 1),
+        ("lll", 2),
+        ("Trachea", 0),
+        ("lung", None),
+        ("lung_nodule_right", None),
+        ("right", None),
+        ("lung left right", None),
+        ("infection", None),
+    ],
+)
+def test_a_label_must_say_its_side(name, value):
+    mapping, problems = sides(Listing((), {1: name, 2: "lung_right", 3: "lung_left"}), LabelNames())
+    assert mapping.get(1) == value
+    assert len(problems) == (value is None)
+
+
+def test_a_recipe_says_what_a_name_does_not():
+    names = {1: "infection", 2: "lungs", 5: "L", 6: "R"}
+    wanted = LabelNames(right=("R",), left=("5",), ignore=("infection",), background=("lungs",))
+    assert sides(Listing((), names), wanted) == ({0: 0, 1: IGNORE, 2: 0, 5: 2, 6: 1}, [])
+    _, problems = sides(Listing((), names), replace(wanted, right=("Q",)))
+    assert any("'Q', which the data set does not have" in problem for problem in problems)
+
+
+def test_ten_faults_are_told_in_one_go_and_nothing_is_started(tmp_path, capsys):
+    root = tmp_path / "set"
+    for number in range(9):
+        write_case(root, f"case_{number}", (10.0, 10.0, 10.0))
+    images, labels = root / "imagesTr", root / "labelsTr"
+    (labels / "case_0.nii.gz").unlink()
+    (images / "case_1_0000.nii.gz").unlink()
+    shutil.copy(_written(tmp_path, (12.0, 12.0, 12.0)), labels / "case_2.nii.gz")
+    (images / "case_3_0000.nii.gz").write_text("no volume")
+    whole = gzip.decompress((labels / "case_4.nii.gz").read_bytes())
+    (labels / "case_4.nii.gz").write_bytes(gzip.compress(whole[:-5000]))
+    _relabel(images, labels, "case_5", (0, 1, 7))
+    _relabel(images, labels, "case_6", (0, 0, 0))
+    _relabel(images, labels, "case_7", (0, 2, 1))
+    _relabel(images, labels, "case_8", (3, 1, 2))
+    write_case(root, "case_9", (10.0, 10.0, 10.0))
+    (images / "case_9_0000.nii.gz").write_bytes(b"")
+    write_dataset_json(root)
+    run = tmp_path / "run"
+    assert main(["train", "--stage", "1", "--data", str(root), "--output", str(run), "--quiet"]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 11
+    assert said[-1] == "cascadeseg: 10 problems in the training data; nothing was started"
+    for number, words in enumerate(
+        [
+            "case_0.nii.gz: no such",
+            "case_1_0000.nii.gz: no such",
+            "case_2.nii.gz: a grid of",
+            "case_3_0000",
+            "case_4",
+            "labels 7 without a name",
+            "no lung of 1 ml",
+            "right lung lies to the patient's left",
+            "labels 3 without",
+            "case_9_0000",
+        ]
+    ):
+        assert words in said[number], said[number]
+        assert f"case_{number}" in said[number]
+    assert not run.exists()
+
+
+def _written(tmp_path: Path, spacing: tuple[float, float, float]) -> Path:
+    write_case(tmp_path / "other", "other", spacing)
+    return tmp_path / "other" / "labelsTr" / "other.nii.gz"
+
+
+def _relabel(images: Path, labels: Path, name: str, numbers: tuple[int, int, int]) -> None:
+    path = labels / f"{name}.nii.gz"
+    changed = np.array(numbers, np.uint8)[read_labels(path)[0]]
+    path.unlink()
+    write_labels(changed, path, read_scan(images / f"{name}_0000.nii.gz"))
+
+
+def test_names_that_say_no_side_are_refused_with_the_faults_of_the_files(folder, tmp_path, capsys):
+    root = shutil.copytree(folder, tmp_path / "set")
+    write_dataset_json(root, {"background": 0, "lungs": 1, "tumour": 2})
+    (root / "labelsTr" / "toy_1.nii.gz").unlink()
+    assert main(["train", "--stage", "1", "--data", str(root), "--output", str(tmp_path / "run")]) == 2
+    said = capsys.readouterr().err
+    assert "label 1 'lungs': neither a lung with its side" in said
+    assert "toy_1.nii.gz: no such file" in said
+    assert "4 problems" in said
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"labels": {"lung_left": [1, 2]}, "file_ending": ".nii.gz"}', "{}"])
+def test_what_is_no_data_set_is_refused_in_one_line(tmp_path, content):
+    (tmp_path / "dataset.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"dataset.json: not a description of a data set"):
+        listing(tmp_path)
+    with pytest.raises(ConfigError, match=r"no such file or folder; expected a folder with dataset.json"):
+        listing(tmp_path / "none")
+    with pytest.raises(ConfigError, match=r"expected a folder with dataset.json"):
+        listing(Path(__file__).parent)
+
+
+def test_a_cached_case_is_what_inference_sees(folder, cache, tmp_path):
+    config = stage1(folder)
+    (first, *_), _ = patients_of(config, tmp_path / "split.json")
+    store = CaseStore(Path(cache), config, [(first, "cases")])
+    image, labels = store.arrays(store.names(first)[0])
+    scan = read_scan(first.case.entry.image).canonical()
+    grid = scan.grid.resampled(6.0)
+    seen = lung_image(scan, None, LUNGS[0], grid, View(6.0), torch.device("cpu"))
+    assert torch.equal(torch.from_numpy(np.array(image)), seen.half())
+    assert dice(np.asarray(labels), truth(grid), 1) > 0.95
+
+
+def test_the_cache_is_keyed_by_recipe_and_content(folder, tmp_path):
+    config = stage1(folder)
+    assert recipe_digest(config) == recipe_digest(stage1(folder, steps=99, learning_rate=1.0))
+    assert recipe_digest(config) != recipe_digest(replace(config, view=View(5.0)))
+    training, _ = patients_of(config, tmp_path / "split.json")
+    root = shutil.copytree(folder, tmp_path / "set")
+    again, _ = patients_of(stage1(root), tmp_path / "split.json")
+    assert [patient.key for patient in training] == [patient.key for patient in again]
+    entry = again[0].case.entry
+    _relabel(root / "imagesTr", root / "labelsTr", entry.name, (0, 1, 255))
+    write_dataset_json(root, OURS | {"lobe_left_upper": 255})
+    changed, _ = patients_of(stage1(root), tmp_path / "split.json")
+    assert changed[0].key != again[0].key
+
+
+def test_crops_of_files_come_from_boxes_like_stage_1s_mistakes(folder, tmp_path):
+    config = stage2(folder, Path("nowhere"))
+    (patient, *_), _ = patients_of(config, tmp_path / "split.json")
+    scan, labels = patient.whole(2.0)
+    coarse = imagined(scan, labels, View(8.0), patient.key)
+    reference = labels_on(labels, scan.grid, coarse.grid).numpy()
+    said = (coarse.lungs[0] > 0.5).numpy() * 1
+    assert 0.6 < dice(said, (reference == 1) * 1, 1) < 0.99
+    assert {box.label for box in crop_lungs(coarse)} == set(LUNGS)
+    cases = prepare(patient, config, None)
+    assert [case.name.rpartition("_")[2] for case in cases] == ["right", "left"]
+    assert all(case.image.shape[0] == 2 and set(case.labels.unique().tolist()) == {0, 1} for case in cases)
+
+
+def test_labels_on_another_grid_keep_their_volume():
+    fine = chest_grid((2.0, 2.0, 2.0))
+    coarse = fine.resampled(5.0)
+    assert dice(labels_on(truth(fine), fine, coarse).numpy(), truth(coarse), 2) > 0.97
+
+
+def test_synthetic_patients_can_teach_other_organs():
+    patient = SyntheticPatient(3, "healthy", LabelNames(right=("liver",), left=("spleen",)))
+    lungs = SyntheticPatient(3, "healthy", LabelNames())
+    scan, labels = patient.whole(12.0)
+    assert (labels == RIGHT_LUNG.value).sum() > (labels == LEFT_LUNG.value).sum() > 0
+    x = scan.grid.world(np.argwhere(lungs.whole(12.0)[1] == RIGHT_LUNG.value).mean(axis=0))[0]
+    assert x > 0
+    bad = with_data(stage1("synthetic"), labels=LabelNames(right=("lever",)))
+    with pytest.raises(ConfigError, match="lever; expected tissues"):
+        patients_of(bad, Path("none"))

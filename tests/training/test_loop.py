@@ -1,0 +1,312 @@
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cascadeseg import config as configs
+from cascadeseg.cascade.pipeline import Segmenter
+from cascadeseg.errors import ConfigError, DeviceError
+from cascadeseg.labels import LUNGS
+from cascadeseg.network import UNet, UNetConfig, View, load_model
+from cascadeseg.training import loop, step
+from cascadeseg.training.loop import train
+from cascadeseg.training.state import Relief, averaged, update_average
+from tests.cascade.chest import chest, chest_grid, dice, truth
+from tests.training.toy import NOTHING_RANDOM, stage1, stage2, with_data
+
+
+@pytest.fixture
+def recipe(folder, cache):
+    """A stage-1 recipe whose cases are prepared."""
+    return lambda **numbers: with_data(stage1(folder, **numbers), cache=cache)
+
+
+def run(config, output, **options) -> Path:
+    return train(config, output, device="cpu", quiet=True, **options)
+
+
+def lines(output: Path) -> list[dict]:
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights(model: Path) -> bytes:
+    return (model / "model.safetensors").read_bytes()
+
+
+def test_both_stages_train_on_a_folder_and_infer_takes_the_model(folder, tmp_path):
+    learning = {"steps": 90, "patch": (48, 48, 48), "learning_rate": 1e-2, "ema": 0.9, "validate_every": 90}
+    unet = UNetConfig(1, 3, widths=(8, 16, 24))
+    first = run(replace(stage1(folder, **learning), view=View(8.0), unet=unet), tmp_path / "one")
+    unet = UNetConfig(2, 1, widths=(8, 16), block="bottleneck")
+    second = run(replace(stage2(folder, first, **learning), view=View(6.0, prior=True), unet=unet), tmp_path / "two")
+    scan = chest(chest_grid((4.0, 4.0, 5.0)))
+    labels = Segmenter(second, device="cpu").segment(scan).labels
+    assert min(dice(labels, truth(scan.grid), lung.value) for lung in LUNGS) > 0.85
+    last = lines(tmp_path / "two")[-1]
+    assert last["step"] == 90
+    assert min(last["validation_dice_right"], last["validation_dice_left"]) > 0.8
+    assert last["validation_nsd_left"] > 0.3
+    assert "validation_hd95_right" in last
+    files = {path.name for path in (tmp_path / "two").iterdir()}
+    expected = {"config.toml", "environment.json", "split.json", "metrics.jsonl", "checkpoint.pt", "best", "model"}
+    assert files == expected | {"samples", "cases"}
+    assert (tmp_path / "two" / "samples" / "step_000090.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_it_overfits_one_case(folder, tmp_path):
+    numbers = {"steps": 50, "patch": (48, 48, 48), "learning_rate": 2e-2, "validate_every": 99, "save_every": 99}
+    config = with_data(stage1(folder, **numbers), folds=2, fold=1, validation=0)
+    unet = UNetConfig(1, 3, widths=(8, 16, 24))
+    run(replace(config, view=View(8.0), unet=unet, augmentation=NOTHING_RANDOM), tmp_path)
+    losses = [line["loss"] for line in lines(tmp_path)]
+    assert losses[-1] < 0.2 * losses[0]
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(recipe, tmp_path):
+    whole = run(recipe(), tmp_path / "whole")
+    parts = tmp_path / "parts"
+    run(recipe(), parts, stop_after=3)
+    with pytest.raises(ConfigError, match="a run that has begun; expected a new folder; add --resume"):
+        run(recipe(), parts)
+    resumed = run(recipe(), parts, resume=True)
+    assert weights(whole) == weights(resumed)
+    states = [torch.load(path / "checkpoint.pt", weights_only=True) for path in (tmp_path / "whole", parts)]
+    for a, b in zip(*(torch.utils._pytree.tree_leaves(state) for state in states), strict=True):
+        assert (a is None and b is None) or torch.equal(torch.as_tensor(a), torch.as_tensor(b))
+
+
+def test_resuming_with_another_recipe_is_refused(recipe, tmp_path):
+    run(recipe(), tmp_path, stop_after=2)
+    with pytest.raises(ConfigError, match=r"another recipe.*optimisation"):
+        run(recipe(learning_rate=1.0), tmp_path, resume=True)
+
+
+def test_a_run_out_of_time_is_saved(recipe, tmp_path, capsys):
+    train(recipe(), tmp_path, device="cpu", time_limit_s=0.0)
+    assert "stopped after step 0 of 6, which is saved; go on with --resume" in capsys.readouterr().err
+    assert load_model(tmp_path / "model").notes["stage1_steps"] == 0
+    run(recipe(), tmp_path, resume=True)
+    assert lines(tmp_path)[-1]["step"] == 6
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_run_after_the_step_under_way(recipe, tmp_path, monkeypatch, number):
+    real = loop.take_step
+
+    def interrupted(trainer):
+        if trainer.state.step == 3:
+            os.kill(os.getpid(), number)
+        return real(trainer)
+
+    monkeypatch.setattr(loop, "take_step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(recipe(save_every=100), tmp_path)
+    assert 3 <= torch.load(tmp_path / "checkpoint.pt", weights_only=True)["step"] <= 4
+    monkeypatch.undo()
+    run(recipe(save_every=100), tmp_path, resume=True)
+    assert load_model(tmp_path / "model").notes["stage1_steps"] == 6
+
+
+KILLED = """
+import os, sys, time
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from cascadeseg import config
+from cascadeseg.evaluation import preview
+from cascadeseg.training.config import TrainingConfig
+from cascadeseg.training.loop import train
+recipe = config.load(Path(sys.argv[1]), TrainingConfig)
+sys.stdout.write("ready\\n"); sys.stdout.flush()
+for line in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        try:
+            train(recipe, Path(sys.argv[2]), resume=True, device="cpu", quiet=True)
+        finally:
+            os._exit(0)
+    time.sleep(float(line))
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    sys.stdout.write("killed\\n"); sys.stdout.flush()
+"""
+
+
+def test_a_run_killed_at_twenty_moments_resumes_to_the_same_bits(recipe, tmp_path):
+    config = recipe(steps=40, save_every=1, validate_every=20)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    began = time.perf_counter()
+    whole = run(config, tmp_path / "whole")
+    lasted = time.perf_counter() - began
+    torch.set_num_threads(threads)
+    (tmp_path / "recipe.toml").write_text(configs.dump(config))
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "recipe.toml"), str(tmp_path / "killed")]
+    chance = random.Random(0)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as parent:
+        assert parent.stdout.readline() == "ready\n"
+        for _ in range(20):
+            parent.stdin.write(f"{chance.uniform(0.05, min(0.4, 0.5 * lasted))}\n")
+            assert parent.stdout.readline() == "killed\n"
+        parent.stdin.close()
+    torch.set_num_threads(1)
+    resumed = run(config, tmp_path / "killed", resume=True)
+    torch.set_num_threads(threads)
+    assert weights(resumed) == weights(whole)
+    assert [line["step"] for line in lines(tmp_path / "killed")][-1] == 40
+
+
+def test_two_processes_give_what_one_gives_and_none_waits_for_the_other(recipe, tmp_path):
+    """Three patches a step: the second process has fewer than the first."""
+    config = recipe(steps=3, batch=3, validate_every=3)
+    config = replace(config, unet=replace(config.unet, norm="instance"))
+    alone = run(config, tmp_path / "alone")
+    (tmp_path / "recipe.toml").write_text(configs.dump(config))
+    together = tmp_path / "together"
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29653"),
+        *("-m", "cascadeseg", "train", "--stage", "1", "--config", str(tmp_path / "recipe.toml"), "--quiet"),
+        *("--output", str(together), "--device", "cpu", "--devices", "2"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[:3000]
+    one, two = load_model(alone).locator.weights, load_model(together / "model").locator.weights
+    for name in one:
+        assert torch.allclose(one[name].float(), two[name].float(), atol=2e-3), name
+    assert lines(together)[-1]["validation_dice"] == pytest.approx(
+        lines(tmp_path / "alone")[-1]["validation_dice"], 0.02
+    )
+
+
+@pytest.mark.parametrize("micro_batch", [1, 3])
+def test_accumulation_equals_the_large_batch(recipe, tmp_path, micro_batch):
+    config = recipe(steps=2, batch=6, micro_batch=6, validate_every=99, patch=(24, 24, 24))
+    config = replace(config, unet=replace(config.unet, norm="instance"))
+    run(config, tmp_path / "large")
+    smaller = replace(config, optimisation=replace(config.optimisation, micro_batch=micro_batch))
+    run(smaller, tmp_path / "small")
+    large, small = (
+        torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)["optimiser"]["state"]
+        for name in ("large", "small")
+    )
+    for key in large:  # Adam's first moment: the gradients themselves, up to a factor
+        scale = large[key]["exp_avg"].abs().max()
+        assert torch.allclose(large[key]["exp_avg"], small[key]["exp_avg"], rtol=1e-4, atol=1e-5 * float(scale)), key
+
+
+def test_a_loss_that_is_not_finite_is_skipped_counted_and_told(recipe, tmp_path, monkeypatch, capsys):
+    real = step.supervised_loss
+    calls = []
+
+    def sometimes_nan(logits, labels):
+        calls.append(1)
+        loss, score = real(logits, labels)
+        return (loss * float("nan") if len(calls) == 2 else loss), score
+
+    monkeypatch.setattr(step, "supervised_loss", sometimes_nan)
+    train(recipe(), tmp_path, device="cpu")
+    assert "step 2: loss or gradient not finite; the step is skipped (1 so far)" in capsys.readouterr().err
+    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["skipped"] == 1
+    model = load_model(tmp_path / "model").locator
+    assert all(torch.isfinite(tensor).all() for tensor in model.weights.values())
+
+
+def test_a_run_without_a_finite_loss_gives_up(recipe, tmp_path, monkeypatch):
+    real = step.supervised_loss
+    monkeypatch.setattr(step, "supervised_loss", lambda *a: (real(*a)[0] * float("inf"), real(*a)[1]))
+    with pytest.raises(ConfigError, match=r"no finite loss in 3 steps in a row.*lower optimisation.learning_rate"):
+        run(recipe(skip_at_most=2, validate_every=99), tmp_path)
+
+
+def test_a_device_out_of_memory_is_met_step_by_step(recipe, tmp_path, monkeypatch, capsys):
+    real = UNet.forward
+
+    def hungry(self, image):
+        if self.training and (image[0, 0].numel() > 32 * 32 * 16 or not self.checkpoint_blocks):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return real(self, image)
+
+    monkeypatch.setattr(UNet, "forward", hungry)
+    train(recipe(), tmp_path, device="cpu")
+    said = capsys.readouterr().err
+    assert "step 1: out of the device's memory; activations are recomputed from now on" in said
+    assert "step 1: out of the device's memory; patches of at most 16 x 32 x 32 from now on" in said
+    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["relief"] == {
+        "checkpoint_blocks": True,
+        "halvings": 1,
+    }
+    monkeypatch.setattr(UNet, "forward", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA")))
+    with pytest.raises(DeviceError, match="out of memory even with patches of"):
+        run(recipe(validate_every=99), tmp_path / "hopeless")
+
+
+def test_the_ladder_ends():
+    config = stage1("none", patch=(64, 96, 64))
+    relief, rungs = Relief(), []
+    while (relief := relief.more(config)) is not None:
+        rungs.append((relief.checkpoint_blocks, relief.patch(config)))
+    assert rungs[:3] == [(True, (64, 96, 64)), (True, (64, 48, 64)), (True, (32, 48, 64))]
+    assert max(rungs[-1][1]) <= 16
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"optimiser": "sgd", "schedule": "poly"},
+        {"optimiser": "adafactor"},
+        {"precision": "bf16", "deterministic": True},
+    ],
+)
+def test_every_key_of_the_loop_trains_and_resumes(recipe, tmp_path, change):
+    config = recipe(**change, checkpoint_blocks=True, channels_last=False, fixed_size=True, batch=2, micro_batch=2)
+    config = replace(config, unet=replace(config.unet, deep_supervision=True))
+    run(config, tmp_path, stop_after=2)
+    run(config, tmp_path, resume=True)
+    assert lines(tmp_path)[-1]["step"] == 6
+    torch.use_deterministic_algorithms(False)
+
+
+def test_fp16_without_cuda_is_refused(recipe, tmp_path):
+    with pytest.raises(ConfigError, match="fp16 on cpu; expected a CUDA device"):
+        run(recipe(precision="fp16"), tmp_path)
+    assert not tmp_path.joinpath("checkpoint.pt").exists()
+
+
+def test_patches_that_the_network_cannot_take_are_refused(recipe, tmp_path):
+    with pytest.raises(ConfigError, match="multiples of 4"):
+        run(recipe(patch=(30, 32, 32)), tmp_path)
+
+
+def test_training_goes_on_from_other_weights(recipe, tmp_path):
+    first = run(recipe(), tmp_path / "first")
+    tuned = replace(recipe(steps=1, learning_rate=0.0), init=str(first))
+    second = run(tuned, tmp_path / "second")
+    a, b = load_model(first).locator.weights, load_model(second).locator.weights
+    assert all(torch.equal(a[name], b[name]) for name in a if a[name].ndim == 5)
+    other = replace(tuned, unet=UNetConfig(1, 3, widths=(4, 8)))
+    with pytest.raises(ConfigError, match="init: weights of another network"):
+        run(other, tmp_path / "third")
+
+
+def test_the_average_follows_quickly_at_first():
+    torch.manual_seed(0)
+    network = UNet(UNetConfig(1, 1, widths=(4, 8)))
+    average = averaged(network)
+    for parameter in network.parameters():
+        parameter.data += 1
+    update_average(average, network, decay=0.998, step=0)
+    moved = [
+        float((a - b + 1).mean().detach()) for a, b in zip(average.parameters(), network.parameters(), strict=True)
+    ]
+    assert np.allclose(moved, 0.9, atol=1e-5)

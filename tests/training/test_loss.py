@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from cascadeseg.labels import IGNORE
+from cascadeseg.training.config import OptimisationConfig
+from cascadeseg.training.loss import segmentation_loss, supervised_loss
+from cascadeseg.training.optimiser import learning_rate
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_the_loss_falls_with_agreement_and_ignores_what_is_ignored(channels):
+    labels = torch.zeros(1, 8, 8, 8, dtype=torch.uint8)
+    labels[:, 2:6, 2:6, 2:6] = 1
+    right = torch.full((1, channels, 8, 8, 8), -8.0)
+    right[:, channels - 1 if channels == 1 else 1] = torch.where(labels == 1, 8.0, -8.0)
+    if channels == 3:
+        right[:, 0] = torch.where(labels == 0, 8.0, -8.0)
+        labels[:, 0, 0, 0] = 2
+        right[:, :, 0, 0, 0] = torch.tensor([-8.0, -8.0, 8.0])
+    good, dice_good = segmentation_loss(right, labels)
+    bad, _ = segmentation_loss(-right, labels)
+    assert float(good) < 0.3 < 2 < float(bad)
+    assert float(dice_good) > 0.7
+    ignored = torch.full_like(labels, IGNORE)
+    assert float(segmentation_loss(-right, ignored)[0]) == pytest.approx(float(segmentation_loss(right, ignored)[0]))
+
+
+def test_a_batchs_loss_is_the_mean_of_its_patches_losses():
+    logits = torch.randn(3, 3, 8, 8, 8)
+    labels = torch.randint(0, 3, (3, 8, 8, 8), dtype=torch.uint8)
+    labels[0, :4] = IGNORE
+    together = segmentation_loss(logits, labels)[0]
+    single = [segmentation_loss(logits[i : i + 1], labels[i : i + 1])[0] for i in range(3)]
+    assert torch.allclose(together, torch.stack(single).mean())
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_deep_supervision_asks_every_level_for_the_same_thing(channels):
+    labels = torch.zeros(1, 16, 16, 16, dtype=torch.uint8)
+    labels[:, 4:12, 4:12, 4:12] = 1
+    levels = []
+    for factor in (1, 4):
+        mask = labels[:, ::factor, ::factor, ::factor] == 1
+        logits = torch.full((1, channels, *mask.shape[1:]), -9.0)
+        logits[:, 0 if channels == 1 else 1][mask] = 9.0
+        if channels == 3:
+            logits[:, 0][~mask] = 9.0
+        levels.append(logits)
+    one, both, wrong = (supervised_loss(x, labels)[0] for x in (levels[0], levels, [levels[0], -levels[1]]))
+    assert float(both) < 0.6
+    assert float(wrong) > float(both) + 1 > float(one)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "poly"])
+def test_the_learning_rate_warms_up_and_falls_to_zero(schedule):
+    numbers = OptimisationConfig(steps=100, warm_up=10, learning_rate=1.0, schedule=schedule)
+    rates = [learning_rate(numbers, step) for step in range(100)]
+    assert rates[0] == pytest.approx(0.1)
+    assert max(rates) == rates[10] == pytest.approx(1.0)
+    assert rates[99] < 0.02
+    assert all(a >= b for a, b in pairwise(rates[10:]))
