@@ -1,0 +1,116 @@
+"""The shipped weights, end to end on a synthetic patient they never saw: what a user gets from `infer`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from itertools import permutations, product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cascadeseg.cascade.pipeline import Segmenter
+from cascadeseg.formats import read_scan, write_labels, write_scan
+from cascadeseg.formats.scan import Scan
+from cascadeseg.geometry import Grid, canonical_view
+from cascadeseg.labels import LUNGS
+from cascadeseg.network import shipped_model
+from cascadeseg.synthesis import PRESETS, render, sample_patient
+from tests.cascade.chest import dice
+from tests.formats.dicom_series import write_series
+
+SEED = 11
+ORDERS = [(o, f) for o in permutations(range(3)) for f in product((False, True), repeat=3)]
+
+
+@pytest.fixture(scope="module")
+def patient() -> tuple[Scan, np.ndarray]:
+    """A scan of 2.5 x 2.5 x 3 mm and its labels."""
+    patient = sample_patient(SEED, PRESETS["healthy"])
+    grid = patient.field_of_view((2.5, 2.5, 3.0))
+    phantom = render(patient, grid)
+    voxels = phantom.hu.round().clamp(-1024, 3071).to(torch.int16).numpy()
+    return Scan(voxels, grid, source="synthetic"), phantom.labels.numpy()
+
+
+@pytest.fixture(scope="module")
+def segmenter() -> Segmenter:
+    return Segmenter(device="cpu")
+
+
+@pytest.fixture(scope="module")
+def upright(patient, segmenter) -> np.ndarray:
+    return segmenter.segment(patient[0]).labels
+
+
+def turned(scan: Scan, order: tuple[int, ...], flips: tuple[bool, ...]) -> Scan:
+    """The same patient with the array's axes in another order and direction."""
+    voxels, affine = scan.voxels, scan.grid.affine.copy()
+    for axis, flip in enumerate(flips):
+        if flip:
+            affine[:3, 3] += affine[:3, axis] * (voxels.shape[axis] - 1)
+            affine[:3, axis] *= -1
+            voxels = np.flip(voxels, axis)
+    affine[:3, :3] = affine[:3, list(order)]
+    voxels = voxels.transpose(order)
+    return Scan(voxels, Grid(voxels.shape, affine), source="turned")
+
+
+def test_both_lungs_of_an_unseen_patient_are_found(patient, upright):
+    for lung in LUNGS:
+        assert dice(upright, patient[1], lung.value) > 0.95
+
+
+@pytest.mark.parametrize(("order", "flips"), [ORDERS[9], ORDERS[22], ORDERS[47]])
+def test_orientation_does_not_matter(patient, segmenter, upright, order, flips):
+    check_orientation(patient[0], segmenter, upright, order, flips)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("order", "flips"), ORDERS)
+def test_no_orientation_matters(patient, segmenter, upright, order, flips):
+    check_orientation(patient[0], segmenter, upright, order, flips)
+
+
+def check_orientation(scan, segmenter, upright, order, flips):
+    other = turned(scan, order, flips)
+    labels = canonical_view(segmenter.segment(other).labels, other.grid)
+    for lung in LUNGS:
+        assert dice(labels, upright, lung.value) > 0.99
+
+
+@pytest.mark.parametrize("suffix", [".nii", ".nii.gz", ".mha", ".nrrd", "dicom"])
+def test_the_format_does_not_matter(patient, segmenter, upright, suffix, tmp_path):
+    scan, _ = patient
+    path = tmp_path / (suffix if suffix == "dicom" else f"scan{suffix}")
+    if suffix == "dicom":
+        write_series(path, scan.voxels, scan.grid)
+    else:
+        write_scan(scan.voxels, scan.grid, path)
+    read = read_scan(path)
+    labels = segmenter.segment(read).labels
+    back = canonical_view(labels, read.grid)
+    for lung in LUNGS:
+        assert dice(back, canonical_view(upright, scan.grid), lung.value) > 0.99
+    write_labels(labels, tmp_path / "mask.nii.gz", read)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_cuda_gives_the_cpus_mask(patient, upright):
+    labels = Segmenter(device="cuda").segment(patient[0]).labels
+    for lung in LUNGS:
+        assert dice(labels, upright, lung.value) > 0.995
+
+
+def test_the_weights_are_small_checked_and_described():
+    folder = shipped_model()
+    description = json.loads((folder / "model.json").read_text())
+    weights = (folder / "model.safetensors").read_bytes()
+    assert hashlib.sha256(weights).hexdigest() == description["sha256"]
+    assert len(weights) < 8e6
+    card = (folder / "README.md").read_text()
+    assert description["sha256"] in card
+    assert Path(folder).joinpath("model.json").stat().st_size < 1e5
