@@ -12,16 +12,20 @@ import re
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 from cascadeseg._version import __version__
 from cascadeseg.errors import CascadesegError, ConfigError, DeviceError, ScanError
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from cascadeseg.cascade.pipeline import Segmentation, Segmenter
     from cascadeseg.evaluation.tables import Case
     from cascadeseg.formats import Scan
@@ -30,6 +34,9 @@ if TYPE_CHECKING:
 DONE, MISTAKE, SOME_FAILED, INTERRUPTED = 0, 2, 3, 130
 DEVICES = re.compile(r"auto|cpu|cuda|cuda:\d+|mps")
 Progress = Callable[[str, float], None]
+_T = TypeVar("_T")
+_Timed = tuple[_T, dict[str, float]]
+"""Something, and the seconds of each step that led to it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -116,6 +123,7 @@ def _add_infer(commands: Any) -> None:
         help="write a PNG picture, beside the mask unless FILE is given",
     )
     add("--force", action="store_true", help="overwrite results that are there")
+    _add_limits(parser)
     _add_loudness(parser)
 
 
@@ -208,6 +216,14 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:N or mps")
 
 
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    limits = parser.add_argument_group("speed and memory; none of these changes a mask by more than rounding")
+    add = limits.add_argument
+    add("--engine", choices=("auto", "torch", "openvino"), default="auto", help="what runs the networks on a CPU")
+    for option, what in (("--max-memory", "of the whole program"), ("--max-vram", "of the GPU")):
+        add(option, type=_positive(float), metavar="GB", help=f"memory {what}; default: what the scan needs")
+
+
 def _add_loudness(parser: argparse.ArgumentParser) -> None:
     loudness = parser.add_mutually_exclusive_group()
     loudness.add_argument("--quiet", action="store_true", help="say nothing but warnings and errors")
@@ -246,10 +262,8 @@ def _run_infer(options: argparse.Namespace) -> int:
         force=options.force,
     )
     jobs = outputs.plan(found, wishes, several=several)
-    load = _Loader(options.model, options.device)
-    failed = len(failures)
-    for job in jobs:
-        failed += not _infer_one(job, load, options)
+    load = _Loader(options.model, options.device, options.engine, options.max_memory, options.max_vram)
+    failed = len(failures) + _infer_all(jobs, load, options)
     return _batch_result(failed, len(jobs) + len(failures), several)
 
 
@@ -259,41 +273,105 @@ class _Loader:
 
     Attributes:
         model: a model folder, or None for the shipped one.
-        device: as for `Segmenter`.
+        device: as for `Segmenter`, like the rest.
         loaded: the segmenter, once it was needed.
     """
 
     model: str | None
     device: str
+    engine: Literal["auto", "torch", "openvino"] = "auto"
+    max_memory_gb: float | None = None
+    max_vram_gb: float | None = None
     loaded: Segmenter | None = None
 
     def __call__(self) -> Segmenter:
         if self.loaded is None:
             from cascadeseg.cascade.pipeline import Segmenter
 
-            self.loaded = Segmenter(self.model, device=self.device)
+            self.loaded = Segmenter(
+                self.model,
+                device=self.device,
+                engine=self.engine,
+                max_memory_gb=self.max_memory_gb,
+                max_vram_gb=self.max_vram_gb,
+            )
         return self.loaded
 
 
-def _infer_one(job: Job, load: _Loader, options: argparse.Namespace) -> bool:
-    """Segments one scan and writes its results; a scan that fails is told, and is no reason to stop.
+def _infer_all(jobs: Sequence[Job], load: _Loader, options: argparse.Namespace) -> int:
+    """Segments scans and returns how many failed. A scan that fails is told, and is no reason to stop.
+
+    While one is segmented the next is read and the last is written; with limited memory one follows after another.
 
     Raises:
         ModelError, DeviceError: no other scan would fare better.
     """
-    seconds: dict[str, float] = {}
-    try:
+    from concurrent.futures import ThreadPoolExecutor, wait
+
+    failed = 0
+    writing: Future[bool] | None = None
+    with ThreadPoolExecutor(1) as writer:
+        for job, reading in _read_ahead(jobs, options):
+            segmented = _segment_one(job, reading, load, options)
+            if writing is not None:
+                failed += not writing.result()
+            writing = writer.submit(_finish_one, job, segmented, options)
+            del segmented
+            if options.max_memory is not None:
+                wait([writing])
+    return failed + int(writing is not None and not writing.result())
+
+
+def _read_ahead(jobs: Sequence[Job], options: argparse.Namespace) -> Iterator[tuple[Job, Future[_Timed[Scan]]]]:
+    """Each job with its scan, which is being read; the next is read meanwhile unless memory is limited."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    def read(job: Job) -> _Timed[Scan]:
+        seconds: dict[str, float] = {}
         with _timed(seconds, "read"):
-            scan = _read(job.scan, options)
+            return _read(job.scan, options), seconds
+
+    ahead = 1 if options.max_memory is None else 0
+    waiting = iter(jobs)
+    with ThreadPoolExecutor(1) as reader:
+        readings: deque[tuple[Job, Future[_Timed[Scan]]]] = deque()
+        for _ in jobs:
+            readings.extend((job, reader.submit(read, job)) for job in islice(waiting, 1 + ahead - len(readings)))
+            yield readings.popleft()
+
+
+def _segment_one(
+    job: Job, reading: Future[_Timed[Scan]], load: _Loader, options: argparse.Namespace
+) -> _Timed[Segmentation] | None:
+    """The segmentation of one scan; None if it failed, which was told."""
+    import cascadeseg.cascade.pipeline  # noqa: F401  while the scan is being read: torch takes a second
+
+    try:
+        scan, seconds = reading.result()
     except Exception as error:
-        return _tell_failure(job, error, options)
+        _tell_failure(job, error, options)
+        return None
     segmenter = load()
     try:
+        if options.verbose:
+            _say(f"{job.scan}: {segmenter.plan(scan)}")
         with _progress(job.scan.name, options.quiet) as progress:
-            result = segmenter.segment(scan, progress=progress)
+            return segmenter.segment(scan, progress=progress), seconds
+    except Exception as error:
+        _tell_failure(job, error, options)
+        return None
+
+
+def _finish_one(job: Job, segmented: _Timed[Segmentation] | None, options: argparse.Namespace) -> bool:
+    """Writes and tells the results of one scan; whether there are any."""
+    if segmented is None:
+        return False
+    result, seconds = segmented
+    try:
         _write_results(job, result, seconds)
     except Exception as error:
-        return _tell_failure(job, error, options)
+        _tell_failure(job, error, options)
+        return False
     for warning in result.warnings:
         _complain(f"{job.scan}: warning: {warning}")
     if not options.quiet:
@@ -355,7 +433,7 @@ def _details(job: Job, result: Segmentation) -> str:
     return "\n".join(f"  {line}" for line in lines)
 
 
-def _tell_failure(job: Job, error: Exception, options: argparse.Namespace) -> bool:
+def _tell_failure(job: Job, error: Exception, options: argparse.Namespace) -> None:
     """One line about a scan that failed."""
     line = _in_one_line(error)
     if line is None:
@@ -364,7 +442,6 @@ def _tell_failure(job: Job, error: Exception, options: argparse.Namespace) -> bo
     if options.verbose:
         traceback.print_exception(error)
     _complain(line)
-    return False
 
 
 def _batch_result(failed: int, total: int, several: bool) -> int:

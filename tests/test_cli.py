@@ -33,7 +33,7 @@ SHAPE = (24, 20, 16)
 
 OPTIONS = {
     "infer": "SCAN -o/--output --model --device --series --volume --format --report --preview --force"
-    " --quiet --verbose",
+    " --engine --max-memory --max-vram --quiet --verbose",
     "demo": "DIR --model --device --force --quiet --verbose",
     "check": "SCAN --series --volume",
     "evaluate": "PRED REF --json --csv",
@@ -47,11 +47,14 @@ OPTIONS = {
 class ThresholdSegmenter:
     """Stands in for the networks: air is lung, and the patient's side decides which."""
 
-    def __init__(self, model: Any = None, *, device: str = "auto", precision: str = "auto") -> None:
+    def __init__(self, model: Any = None, *, device: str = "auto", **options: Any) -> None:
         if model == "broken":
             raise ModelError(model, "no readable model.json")
         if device == "cuda:7":
             raise DeviceError("--device", "cuda:7, but this machine has no cuda device", "", "use --device auto")
+
+    def plan(self, scan: Scan) -> str:
+        return "at most 1,000 MB of memory"
 
     def segment(self, scan: Scan, progress: Callable[[str, float], None]) -> Segmentation:
         progress("locate", 0.5)
