@@ -45,6 +45,7 @@ class PathologyConfig:
     effusion: float = 0.22
     pneumothorax: float = 0.05
     missing_lung: float = 0.03
+    subcutaneous_air: float = 0.03
     raised_diaphragm: float = 0.08
     hiatal_hernia: float = 0.07
     devices: float = 0.25
@@ -52,9 +53,18 @@ class PathologyConfig:
 
 @dataclass(frozen=True)
 class ConfounderConfig:
-    """Air and gas that is not lung, as factors on their rates."""
+    """Air and gas that is not lung, as factors on their rates; 0 switches one off.
+
+    Attributes:
+        bowel_gas: gas in oesophagus, stomach and bowel.
+        outside_air: fields of view wider than the body, up to 700 mm; without, all are tight around it.
+        couch: the scanner's table, 0 for none.
+        arms: arms beside the trunk, with air between.
+        cloth: blankets, clothes and straps.
+    """
 
     bowel_gas: float = 1.0
+    outside_air: float = 1.0
     couch: float = 1.0
     arms: float = 1.0
     cloth: float = 1.0
@@ -62,7 +72,11 @@ class ConfounderConfig:
 
 @dataclass(frozen=True)
 class AcquisitionConfig:
-    """What the scanner adds; each number is a factor, 0 switches it off."""
+    """What the scanner adds; each number is a factor, 0 switches it off (``thick_slices``: 1 mm slices only).
+
+    Attributes:
+        posture: on the rates of prone and decubitus scans and of headers that have lost the posture.
+    """
 
     noise: float = 1.0
     blur: float = 1.0
@@ -70,23 +84,31 @@ class AcquisitionConfig:
     offset: float = 1.0
     padding: float = 1.0
     thick_slices: float = 1.0
+    posture: float = 1.0
 
 
 @dataclass(frozen=True)
 class RandomisationConfig:
-    """How far each tissue's mean and texture wander beyond their usual range (0: not at all)."""
+    """How far tissues wander from patient to patient; 0: not at all.
+
+    Attributes:
+        intensity: factor on the spread of each tissue's mean HU.
+        texture: factor on the textures of the lung.
+        contrast: factor on the share of scans with contrast medium.
+    """
 
     intensity: float = 1.0
     texture: float = 1.0
+    contrast: float = 1.0
 
 
 @dataclass(frozen=True)
 class ViewConfig:
     """How often each field of view is drawn (weights)."""
 
-    chest: float = 0.45
+    chest: float = 0.42
     chest_abdomen: float = 0.15
-    lung_free: float = 0.15
+    lung_free: float = 0.18
     partial: float = 0.15
     one_lung: float = 0.10
 
@@ -106,6 +128,27 @@ class SynthesisConfig:
 _CHEST = ViewConfig(chest=1, chest_abdomen=0, lung_free=0, partial=0, one_lung=0)
 _SICK = PathologyConfig(healthy_share=0.0)
 
+
+def _ablations() -> dict[str, SynthesisConfig]:
+    """The default patients with one group of variation switched off."""
+    still = replace(AnatomyConfig(), variation=0.0, deformity_rate=0.0, warp=0.0)
+    return {
+        "pathology": SynthesisConfig(pathology=PathologyConfig(rate=0.0)),
+        "acquisition": SynthesisConfig(
+            acquisition=AcquisitionConfig(
+                noise=0.0, blur=0.0, streaks=0.0, offset=0.0, padding=0.0, thick_slices=0.0, posture=0.0
+            )
+        ),
+        "confounders": SynthesisConfig(
+            confounders=ConfounderConfig(bowel_gas=0.0, outside_air=0.0, couch=0.0, arms=0.0, cloth=0.0)
+        ),
+        "randomisation": SynthesisConfig(
+            anatomy=still, randomisation=RandomisationConfig(intensity=0.0, texture=0.0, contrast=0.0)
+        ),
+        "views": SynthesisConfig(view=_CHEST),
+    }
+
+
 PRESETS: dict[str, SynthesisConfig] = {
     "default": SynthesisConfig(),
     "healthy": SynthesisConfig(pathology=PathologyConfig(rate=0.0), view=_CHEST),
@@ -124,4 +167,5 @@ PRESETS: dict[str, SynthesisConfig] = {
     "abdomen": SynthesisConfig(view=replace(_CHEST, chest=0, lung_free=1)),
     "one_lung": SynthesisConfig(view=replace(_CHEST, chest=0, one_lung=1)),
     "partial": SynthesisConfig(view=replace(_CHEST, chest=0, partial=1)),
-}
+} | {f"without_{name}": config for name, config in _ablations().items()}
+"""Patients by name; ``without_...`` are the default ones less one group, for ablations."""

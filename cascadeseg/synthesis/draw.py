@@ -27,6 +27,11 @@ class Draw:
     def uniform(self, low: float, high: float) -> float:
         return float(self._rng.uniform(low, high))
 
+    def about(self, low: float, high: float, spread: float) -> float:
+        """A number of the range's middle, ``spread`` (0 to 1 and more) times as wide as the range."""
+        middle = (low + high) / 2
+        return middle + spread * (self.uniform(low, high) - middle)
+
     def lognormal(self, median: float, sigma: float, low: float, high: float) -> float:
         return float(np.clip(median * np.exp(sigma * self._rng.standard_normal()), low, high))
 

@@ -46,6 +46,7 @@ class Findings:
         raised: how far the dome is raised.
         pleura: thickness of plaques and fat on the costal pleura.
         devices: names of lines, tubes and implants.
+        wall_air: gas between the muscles of the chest wall: the side, and its strength (0: none).
     """
 
     ground_glass: float
@@ -76,6 +77,7 @@ class Findings:
     fluid_hu: float
     devices: tuple[str, ...]
     seed: int
+    wall_air: tuple[int, float]
 
 
 def draw_findings(d: Draw, config: PathologyConfig, child: bool) -> Findings:
@@ -121,6 +123,7 @@ def draw_findings(d: Draw, config: PathologyConfig, child: bool) -> Findings:
         fluid_hu=d.normal(12, 9),
         devices=_draw_devices(d, config.devices * (config.rate > 0)),
         seed=d.seed(),
+        wall_air=(d.integer(0, 1), d.uniform(0.4, 1.0) if d.chance(config.subcutaneous_air * f) else 0.0),
     )
 
 

@@ -172,7 +172,7 @@ def sample_patient(seed: int, config: SynthesisConfig | None = None) -> Patient:
     findings = draw_findings(Draw(seed, "findings"), config.pathology, torso.child)
     chest = _raised(chest, findings)
     scanner = draw_scanner(Draw(seed, "scanner"), config)
-    view = draw_view(Draw(seed, "view"), config.view, torso)
+    view = draw_view(Draw(seed, "view"), config, torso)
     return Patient(
         seed=seed,
         config=config,
@@ -189,13 +189,14 @@ def sample_patient(seed: int, config: SynthesisConfig | None = None) -> Patient:
 
 def _draw_torso(d: Draw, config: SynthesisConfig) -> Torso:
     v = config.anatomy.variation
-    bend = config.anatomy.deformity_rate
+    bend, beside = config.anatomy.deformity_rate, config.confounders.arms
     child = d.chance(config.anatomy.child_rate)
     inspiration = min(max(d.normal(0.75, 0.24), 0.1), 1.08)
     fat = d.lognormal(7 if child else 14, 0.65 * v, 2.5, 75)
     heavy = d.chance(0.06)
     rotation = d.normal(0, 12 if heavy else 4)
-    turned = d.pick((0.0, 90.0, 180.0, 270.0), (0.965, 0.012, 0.011, 0.012))
+    lost = config.acquisition.posture
+    turned = d.pick((0.0, 90.0, 180.0, 270.0), (1 - 0.035 * lost, 0.012 * lost, 0.011 * lost, 0.012 * lost))
     kyphosis = abs(d.normal(0, 1)) if d.chance(0.3 * bend) else 0.25 * d.normal(0, 1)
     torso = Torso(
         size=d.uniform(0.45, 0.85) if child else d.normal(0.98, 0.085 * v),
@@ -221,7 +222,7 @@ def _draw_torso(d: Draw, config: SynthesisConfig) -> Torso:
         offset=(d.uniform(-15, 15), d.uniform(-25, 25), d.uniform(-500, 500)),
         field_seed=d.seed(),
         child=child,
-        arms=d.pick(("up", "down", "belly", "none"), (0.72, 0.19, 0.05, 0.04)),
+        arms=d.pick(("up", "down", "belly", "none"), (0.72, 0.19 * beside, 0.05 * beside, 0.04)),
     )
     return torso if child else replace(torso, size=torso.size * _size_limit(torso))
 
@@ -271,7 +272,7 @@ def _draw_chest(d: Draw, torso: Torso, config: SynthesisConfig) -> Chest:
         front_fat=d.lognormal(8, 0.7, 0, 40) * min(1.6, 0.5 + torso.fat / 28),
         blend=d.uniform(8, 18),
         hilum=d.uniform(0.75, 1.3),
-        oesophagus_air=d.uniform(2, 8) if d.chance(0.45) else 0.0,
+        oesophagus_air=d.uniform(2, 8) if d.chance(0.45 * config.confounders.bowel_gas) else 0.0,
         roughness=d.uniform(0.5, 2.2),
         ribs_felt=d.uniform(0.2, 1.3),
         tree_seed=d.seed(),
@@ -293,11 +294,11 @@ def _draw_abdomen(d: Draw, config: SynthesisConfig) -> Abdomen:
         spleen=d.lognormal(1, 0.2, 0.6, 2.2),
         stomach=d.uniform(0.6, 1.35),
         stomach_gas=d.uniform(0.1, 0.95) if d.chance(0.85 * gas) else 0.0,
-        colon=d.lognormal(20, 0.35, 11, 42),
+        colon=d.uniform(28, 44) if d.chance(0.15 * gas) else d.lognormal(20, 0.35, 11, 42),
         colon_gas=d.uniform(0, 1) * min(gas, 1.0),
         flexure_height=d.uniform(0, 1) if d.chance(0.65) else -0.6,
         chilaiditi=d.chance(0.1 * gas),
-        loops=d.integer(2, 14),
+        loops=d.integer(6, 26),
         loop_gas=d.uniform(0, 0.7) * min(gas, 1.0),
         seed=d.seed(),
     )
@@ -305,36 +306,38 @@ def _draw_abdomen(d: Draw, config: SynthesisConfig) -> Abdomen:
 
 def _draw_hounsfield(d: Draw, torso: Torso, config: SynthesisConfig) -> Hounsfield:
     r, t = config.randomisation.intensity, config.randomisation.texture
-    contrast = d.chance(0.5)
-    blood = d.normal(42, 6)
+    contrast = d.chance(0.5 * config.randomisation.contrast)
+    blood = d.normal(42, 6 * r)
     arterial = blood + (d.uniform(60, 420) if contrast else 0)
     pulmonary = blood + (d.uniform(60, 450) if contrast else 0)
     muscle = d.normal(52, 9 * r) + (10 if contrast else 0)
-    liver = d.normal(56, 9 * r) + (d.uniform(10, 70) if contrast else 0) - (d.uniform(20, 60) if d.chance(0.12) else 0)
+    fatty = d.uniform(20, 60) if d.chance(0.12 * r) else 0
+    liver = d.normal(56, 9 * r) + (d.uniform(10, 70) if contrast else 0) - fatty
+    undiluted = d.uniform(200, 900) if contrast and d.chance(0.2) else 0
     closed = 1 - torso.inspiration
     return Hounsfield(
-        air=d.normal(-1000, 4),
+        air=d.normal(-1000, 4 * r),
         lumen=d.normal(-988, 12 * r),
         fat=d.normal(-103, 9 * r),
         deep_fat=d.normal(-98, 10 * r),
         muscle=muscle,
-        skin=d.normal(10, 25),
+        skin=d.normal(10, 25 * r),
         aortic_blood=arterial,
         pulmonary_blood=pulmonary,
-        venous_blood=blood + (d.uniform(30, 160) if contrast else 0) + (d.uniform(200, 900) if d.chance(0.1) else 0),
+        venous_blood=blood + (d.uniform(30, 160) if contrast else 0) + undiluted,
         myocardium=blood + (d.uniform(30, 80) if contrast else 4),
         liver=liver,
-        spleen=liver + d.normal(2, 8) + (d.uniform(0, 50) if contrast else 0),
-        kidney=d.normal(34, 5) + (d.uniform(60, 150) if contrast else 0),
-        stomach=d.uniform(100, 400) if d.chance(0.2) else d.uniform(5, 45),
-        stool=d.uniform(-350, 20),
-        trabecular=d.uniform(90, 260),
-        cortical=d.uniform(350, 900),
-        disc=d.normal(85, 15),
-        cartilage=d.normal(95, 20) + (d.uniform(60, 250) if d.chance(0.4) else 0),
-        breast=d.uniform(-60, 40),
+        spleen=liver + d.normal(2, 8 * r) + (d.uniform(0, 50) if contrast else 0),
+        kidney=d.normal(34, 5 * r) + (d.uniform(60, 150) if contrast else 0),
+        stomach=d.uniform(100, 400) if d.chance(0.2 * r) else d.about(5, 45, r),
+        stool=d.about(-350, 20, r),
+        trabecular=d.about(90, 260, r),
+        cortical=d.about(350, 900, r),
+        disc=d.normal(85, 15 * r),
+        cartilage=d.normal(95, 20 * r) + (d.uniform(60, 250) if d.chance(0.4 * r) else 0),
+        breast=d.about(-60, 40, r),
         lung=min(max(-718 - 150 * torso.inspiration + d.normal(0, 28 * r), -930.0), -540.0),
-        gravity=d.uniform(15, 80) + 80 * closed,
+        gravity=d.about(15, 80, r) + 80 * closed,
         texture=(d.uniform(5, 30) * t, d.uniform(4, 18) * t, d.uniform(6, 30) * t, d.uniform(20, 150) * t),
         texture_seed=d.seed(),
     )

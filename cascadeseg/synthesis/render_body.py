@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cascadeseg.synthesis import anatomy
-from cascadeseg.synthesis.fields import Beads, ellipsoid, normalised, smooth_min, splat, strand
+from cascadeseg.synthesis.fields import Beads, ellipsoid, normalised, smooth_max, smooth_min, splat, strand
 from cascadeseg.synthesis.scene import Scene
 from cascadeseg.synthesis.tissue import Tissue
 
@@ -176,6 +176,7 @@ def paint_body(scene: Scene, shapes: Shapes) -> None:
     if torso.breast:
         _paint_glands(scene)
     _paint_axillae(scene, shapes)
+    _paint_wall_air(scene, shapes)
 
 
 def _paint_glands(scene: Scene) -> None:
@@ -192,6 +193,26 @@ def _paint_axillae(scene: Scene, shapes: Shapes) -> None:
     pocket = torch.maximum(pocket, 11 - shapes.cage) + 5 * scene.coarse_noise(hu.texture_seed + 3, 18.0)
     pocket = torch.maximum(pocket, shapes.muscle - 8)
     scene.shape(pocket, hu.fat, Tissue.FAT, 8.0)
+
+
+def _paint_wall_air(scene: Scene, shapes: Shapes) -> None:
+    """Subcutaneous emphysema: gas that splits the muscles of one side of the chest wall."""
+    side, strength = scene.patient.findings.wall_air
+    if not strength:
+        return
+    x, _, z = scene.body
+    seed, torso = scene.patient.findings.seed, scene.patient.torso
+    # Between the ribs and the skin of this side, fading towards neck and belly.
+    zone = torch.maximum(shapes.skin + 4, 7 - shapes.cage)
+    zone = torch.maximum(zone, 10 - x * anatomy.SIDES[side])
+    zone = zone + 0.25 * ((z - 0.55 * torso.height).abs() - 120).clamp(min=0)
+    part = scene.near(zone)
+    if part is None:
+        return
+    inside = scene.filled(scene.up(zone + 9 * scene.coarse_noise(seed + 140, 40.0), part))
+    gas = scene.noise(seed + 141, 11.0, part).abs_().mul_(-4).add_(0.3 + 0.9 * strength)
+    gas.add_(scene.noise(seed + 142, 26.0, part), alpha=0.7).clamp_(0, 1)
+    scene.paint(part, gas.mul_(inside), scene.patient.hounsfield.lumen, Tissue.GAS)
 
 
 def paint_cavities(scene: Scene, shapes: Shapes) -> None:
@@ -216,11 +237,14 @@ def paint_abdomen(scene: Scene, shapes: Shapes) -> None:
     for s in anatomy.SIDES:
         psoas = ellipsoid(p, (s * 36, -38, patient.torso.height - 390), (20, 20, 110)) * k
         scene.shape(psoas, hu.muscle, Tissue.MUSCLE)
-    liver = torch.maximum(anatomy.liver(p, patient, under / k) * k, inside)
+    colon = scene.coarse_splat(anatomy.colon(patient), 18.0)
+    # The colon makes room for itself: fat around it, and its impression on liver, spleen and stomach.
+    beside = torch.maximum(inside, (5.5 - colon))
+    liver = smooth_max(anatomy.liver(p, patient, under / k) * k, beside, 6)
     scene.shape(liver, hu.liver, Tissue.LIVER, 5.0)
-    scene.shape(torch.maximum(anatomy.spleen(p, patient, under / k) * k, inside), hu.spleen, Tissue.SPLEEN, 5.0)
-    _paint_bowel(scene, under)
-    stomach = torch.maximum(anatomy.stomach_shape(p, patient, under / k) * k, inside)
+    scene.shape(smooth_max(anatomy.spleen(p, patient, under / k) * k, beside, 6), hu.spleen, Tissue.SPLEEN, 5.0)
+    _paint_bowel(scene, torch.maximum(colon, under))
+    stomach = smooth_max(anatomy.stomach_shape(p, patient, under / k) * k, beside, 6)
     _paint_hollow(scene, stomach, patient.abdomen.stomach_gas, 0.0, 62.0)
 
 
@@ -245,7 +269,8 @@ def _paint_hollow(scene: Scene, shape: Tensor, gas: float, middle_y: float, reac
     scene.paint(part, air, hu.lumen, Tissue.GAS)
 
 
-def _paint_bowel(scene: Scene, under: Tensor) -> None:
+def _paint_bowel(scene: Scene, colon: Tensor) -> None:
+    """Small bowel, and the colon (its coarse distance) with stool and gas."""
     patient = scene.patient
     hu, abdomen = patient.hounsfield, patient.abdomen
     gas, fluid = anatomy.small_bowel(patient)
@@ -253,7 +278,6 @@ def _paint_bowel(scene: Scene, under: Tensor) -> None:
     loops = scene.coarse_splat(gas)
     scene.shape(loops - 2, hu.muscle - 10, Tissue.BOWEL)
     scene.shape(loops, hu.lumen, Tissue.GAS)
-    colon = torch.maximum(scene.coarse_splat(anatomy.colon(patient)), under)
     part = scene.near(colon, 2.0)
     if part is None:
         return
@@ -261,8 +285,12 @@ def _paint_bowel(scene: Scene, under: Tensor) -> None:
     scene.paint(part, scene.filled(distance - 2), hu.muscle - 10, Tissue.BOWEL)
     lumen = scene.filled(distance)
     stool = scene.noise(abdomen.seed, 5.0, part)
-    stool.mul_(140).add_(hu.stool).clamp_(-950, 220)
+    stool.mul_(140).add_(hu.stool)
+    # Bubbles in it.
+    stool.add_((scene.noise(abdomen.seed + 6, 2.8, part) - 0.9).clamp_(min=0), alpha=-350).clamp_(-950, 220)
     scene.paint(part, lumen, stool, Tissue.BOWEL)
+    if not abdomen.colon_gas:
+        return
     ux, uy = patient.scanner.up
     x, y, _ = scene.coarse.points(scene.device)
     ox, oy, _ = patient.torso.offset

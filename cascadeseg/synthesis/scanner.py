@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cascadeseg.geometry import Grid
-from cascadeseg.synthesis.config import SynthesisConfig, ViewConfig
+from cascadeseg.synthesis.config import SynthesisConfig
 from cascadeseg.synthesis.draw import Draw
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def draw_scanner(d: Draw, config: SynthesisConfig) -> Scanner:
     thin = d.uniform(0.5, 1.5) if d.chance(0.55) else d.pick((2.0, 2.5, 3.0, 5.0), (2, 3, 3, 3))
     slice_mm = 8.0 if d.chance(0.012) else thin
     noise = d.lognormal(14, 0.75, 2.5, 80)
-    posture = d.pick(("supine", "prone", "right", "left"), (0.87, 0.07, 0.03, 0.03))
+    posture = d.pick(("supine", "prone", "right", "left"), _with_rest(0.07, 0.03, 0.03, factor=a.posture))
     up = {"supine": (0.0, 1.0), "prone": (0.0, -1.0), "right": (1.0, 0.0), "left": (-1.0, 0.0)}[posture]
     return Scanner(
         pixel_mm=d.uniform(0.45, 1.1),
@@ -90,13 +90,19 @@ def draw_scanner(d: Draw, config: SynthesisConfig) -> Scanner:
     )
 
 
-def draw_view(d: Draw, config: ViewConfig, torso: Torso) -> View:
+def _with_rest(*rates: float, factor: float) -> list[float]:
+    """Some rates times a factor, and before them what is left to 1."""
+    scaled = [min(rate * factor, 1 / len(rates)) for rate in rates]
+    return [1 - sum(scaled), *scaled]
+
+
+def draw_view(d: Draw, config: SynthesisConfig, torso: Torso) -> View:
     """Draw what part of the patient was saved."""
     kinds = ("chest", "chest_abdomen", "lung_free", "partial", "one_lung")
-    kind = d.pick(kinds, [getattr(config, k) for k in kinds])
+    kind = d.pick(kinds, [getattr(config.view, k) for k in kinds])
     top = torso.height
     body = 2 * torso.size * (torso.half_width + torso.muscle + 0.8 * torso.fat) + 10
-    wide = d.pick((0, 1, 2), (0.5, 0.33, 0.17))
+    wide = d.pick((0, 1, 2), _with_rest(0.33, 0.17, factor=config.confounders.outside_air))
     tight = max(230.0, body * d.uniform(0.9, 1.15))
     width = (tight, d.uniform(max(380.0, min(tight, 500)), 510.0), d.uniform(500.0, 700.0))[wide]
     shift = 0.04 * width if d.chance(0.8) else 0.16 * width

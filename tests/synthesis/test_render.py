@@ -20,12 +20,12 @@ def around_the_chest(
     return Grid.axis_aligned(shape, (spacing,) * 3, centre - np.asarray(half) // spacing * spacing)
 
 
-@pytest.mark.parametrize("preset", ["default", "healthy", "covid", "effusion", "abdomen"])
+@pytest.mark.parametrize("preset", ["default", "intensive_care", "abdomen"])
 def test_the_same_seed_gives_the_same_voxels(preset: str) -> None:
     scans = []
     for _ in range(2):
         patient = sample_patient(3, PRESETS[preset])
-        scans.append(render(patient, patient.field_of_view(8.0)))
+        scans.append(render(patient, patient.field_of_view(10.0)))
     assert torch.equal(scans[0].hu, scans[1].hu)
     assert torch.equal(scans[0].labels, scans[1].labels)
     assert torch.equal(scans[0].tissues, scans[1].tissues)
@@ -37,7 +37,7 @@ def test_another_seed_gives_another_patient() -> None:
 
 @pytest.mark.parametrize(
     ("seed", "preset", "spacing"),
-    [(5, "default", 4.0), (11, "intensive_care", 5.0), (12, "fibrosis", (3.0, 3.0, 6.0)), (13, "oncology", 4.0)],
+    [(5, "default", 6.0), (11, "intensive_care", 6.0), (12, "fibrosis", (5.0, 5.0, 8.0)), (13, "oncology", 6.0)],
 )
 def test_a_box_equals_the_same_box_cut_from_the_whole(seed: int, preset: str, spacing: float) -> None:
     patient = sample_patient(seed, PRESETS[preset])
@@ -86,18 +86,18 @@ def test_values_and_types() -> None:
     assert torch.equal(phantom.hu, phantom.hu.round())
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_healthy_lungs_are_one_piece_each_and_of_human_size(seed: int) -> None:
     from scipy.ndimage import label
 
     patient = sample_patient(seed, PRESETS["healthy"])
-    phantom = render(patient, around_the_chest(patient, 3.0))
+    phantom = render(patient, around_the_chest(patient, 4.0))
     size = patient.torso.size**3
     for value in (1, 2):
         pieces, count = label(phantom.labels.numpy() == value)
         sizes = np.sort(np.bincount(pieces.ravel())[1:])[::-1]
         assert count == 1 or sizes[1] < 0.002 * sizes[0]
-        assert 700 * size < sizes[0] * 0.027 < 5000 * size
+        assert 700 * size < sizes[0] * 0.064 < 5000 * size
 
 
 def test_right_and_left_lie_where_the_patient_has_them() -> None:
@@ -122,14 +122,14 @@ def test_mirrored_anatomy_swaps_the_labels() -> None:
 def test_labels_do_not_depend_on_the_spacing() -> None:
     patient = sample_patient(4, PRESETS["healthy"])
     coarse = around_the_chest(patient, 6.0)
-    fine = Grid.axis_aligned([3 * n - 2 for n in coarse.shape], (2.0,) * 3, coarse.affine[:3, 3])
-    same = render(patient, coarse).labels == render(patient, fine).labels[::3, ::3, ::3]
+    fine = Grid.axis_aligned([2 * n - 1 for n in coarse.shape], (3.0,) * 3, coarse.affine[:3, 3])
+    same = render(patient, coarse).labels == render(patient, fine).labels[::2, ::2, ::2]
     assert same.float().mean() > 0.9995
 
 
 def test_tissues_have_their_hu() -> None:
     patient = sample_patient(6, PRESETS["healthy"])
-    phantom = render(patient, around_the_chest(patient, 3.0))
+    phantom = render(patient, around_the_chest(patient, 4.0))
     for tissue, low, high in (
         (Tissue.AIR, -1060, -930),
         (Tissue.FAT, -160, -40),
@@ -142,9 +142,9 @@ def test_tissues_have_their_hu() -> None:
 
 
 def test_the_label_keeps_sick_lung_and_leaves_out_airway_fluid_and_free_air() -> None:
-    for seed in range(40, 44):
+    for seed in range(40, 43):
         patient = sample_patient(seed, PRESETS["intensive_care"])
-        phantom = render(patient, around_the_chest(patient))
+        phantom = render(patient, around_the_chest(patient, 6.0))
         inside = phantom.labels > 0
         for tissue in (Tissue.AIRWAY, Tissue.EFFUSION, Tissue.PNEUMOTHORAX, Tissue.EMPTY_HEMITHORAX, Tissue.HEART):
             here = phantom.tissues == int(tissue)
@@ -157,7 +157,7 @@ def test_lung_free_views_are_nearly_lung_free() -> None:
     shares = []
     for seed in range(6):
         patient = sample_patient(seed, PRESETS["abdomen"])
-        shares.append(float((render(patient, patient.field_of_view(8.0)).labels > 0).float().mean()))
+        shares.append(float((render(patient, patient.field_of_view(10.0)).labels > 0).float().mean()))
     assert float(np.median(shares)) < 0.005
 
 
