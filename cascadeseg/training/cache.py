@@ -217,7 +217,7 @@ def _be_modest() -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(os, "nice"):
-        os.nice(10)
+        os.nice(4)  # more, and on few processors the loop would wait for the workers it displaces
     parent = parent_process()
     if parent is not None:
         threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()

@@ -44,12 +44,15 @@ class Log:
         self._step, self._steps, self._taken = step, steps, 0
         self._began = self._since = time.perf_counter()
         self._waited = self._waited_in_all = 0.0
+        self._first_wait: float | None = None
 
     def step(self, step: int, values: Mapping[str, float], *, waited_s: float, patches: int) -> None:
         """Notes a step; ``waited_s`` is how long the loop has waited for data in all."""
         for name, value in values.items():
             self._values.setdefault(name, []).append(value)
         self._step, self._taken, self._waited_in_all = step, self._taken + 1, waited_s
+        if self._first_wait is None:
+            self._first_wait = waited_s
         self._bar.update()
         if step % EVERY:
             return
@@ -96,8 +99,13 @@ class Log:
     def close(self) -> None:
         """Sums up how well the device was fed."""
         if self._taken:
-            share = 100 * self._waited_in_all / max(time.perf_counter() - self._began, 1e-9)
-            self.tell(f"{self._step} of {self._steps} steps; {share:.1f} % of their time was waiting for data")
+            first = self._first_wait or 0.0
+            elapsed = max(time.perf_counter() - self._began - first, 1e-9)
+            share = 100 * (self._waited_in_all - first) / elapsed
+            self.tell(
+                f"{self._step} of {self._steps} steps; {first:.0f} s until the first patches were there, "
+                f"then {share:.1f} % of the time waiting for data"
+            )
         self._bar.close()
         if self._board is not None:
             self._board.close()

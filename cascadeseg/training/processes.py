@@ -12,6 +12,7 @@ memory here is activations, which it does not shard.
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 from collections.abc import Iterable
 from contextlib import suppress
@@ -54,6 +55,8 @@ def launched(numbers: OptimisationConfig, device: str, processes: Processes) -> 
     place = find_device(device)
     precision = training_precision(numbers, place)
     fabric_class = _fabric_class()
+    for name in ("lightning_fabric", "lightning.fabric"):  # its notices say what the run's environment.json says
+        logging.getLogger(name).setLevel(logging.WARNING)
     chosen: int | list[int] = processes.devices
     if place.type == "cuda" and place.index is not None and processes.count == 1:
         chosen = [place.index]
