@@ -1,23 +1,25 @@
 """Draw synthetic volumes, and scans beside them, as rows of axial, coronal and sagittal slices.
 
-python scripts/contact_sheet.py OUT.png --seeds 1 2 3 [--preset healthy] [--spacing 2] [--scan FILE.nii.gz ...]
+python scripts/contact_sheet.py OUT.png --seeds 1 2 3 [--presets healthy covid] [--spacing 2] [--scan FILE.nii.gz ...]
+
+Pictures of real scans are for looking only: none belongs into the repository.
 """
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw
 
 WINDOWS = {"lung": (-1350, 150), "soft": (-160, 240)}
 COLOURS = {1: (64, 160, 255), 2: (255, 150, 60)}
-PANEL = 230
 
 
-def picture(slab: np.ndarray, label: np.ndarray | None, window: str, aspect: float) -> Image.Image:
-    """One slice (columns, rows from below) as an RGB picture of fixed height."""
+def picture(slab: np.ndarray, label: np.ndarray | None, window: str, aspect: float, height: int) -> Image.Image:
+    """One slice (columns, rows from below) as an RGB picture of ``height`` pixels."""
     low, high = WINDOWS[window]
     grey = np.clip((slab.astype(np.float32) - low) / (high - low) * 255, 0, 255).astype(np.uint8)
     rgb = np.repeat(grey[:, :, None], 3, axis=2)
@@ -29,7 +31,6 @@ def picture(slab: np.ndarray, label: np.ndarray | None, window: str, aspect: flo
                 inner &= np.roll(mask, 1, axis) & np.roll(mask, -1, axis)
             rgb[mask & ~inner] = colour
     rgb = rgb.transpose(1, 0, 2)[::-1]
-    height = PANEL
     width = max(8, round(height * slab.shape[0] / (slab.shape[1] * aspect)))
     tile = Image.new("RGB", (min(width, round(1.5 * height)), height))
     shrink = tile.width / width
@@ -38,7 +39,7 @@ def picture(slab: np.ndarray, label: np.ndarray | None, window: str, aspect: flo
     return tile
 
 
-def row(hu: np.ndarray, labels: np.ndarray | None, spacing: tuple[float, ...], title: str) -> Image.Image:
+def row(hu: np.ndarray, labels: np.ndarray | None, spacing: tuple[float, ...], title: str, height: int) -> Image.Image:
     """Axial (three heights), coronal and sagittal slices; RAS+ arrays, shown with the patient's right on the left."""
     hu = hu[::-1]
     labels = labels[::-1] if labels is not None else None
@@ -61,8 +62,8 @@ def row(hu: np.ndarray, labels: np.ndarray | None, spacing: tuple[float, ...], t
     views.append((np.s_[:, centre[1], :], dz / dx, "lung"))
     views.append((np.s_[:, centre[1], :], dz / dx, "soft"))
     views.append((np.s_[side, every, :], dz / dy, "lung"))
-    tiles = [picture(hu[s], cut(s) if w == "lung" else None, w, a) for s, a, w in views]
-    sheet = Image.new("RGB", (sum(t.width + 4 for t in tiles), PANEL + 14))
+    tiles = [picture(hu[s], cut(s) if w == "lung" else None, w, a, height) for s, a, w in views]
+    sheet = Image.new("RGB", (sum(t.width + 4 for t in tiles), height + 14))
     x = 0
     for tile in tiles:
         sheet.paste(tile, (x, 14))
@@ -71,7 +72,7 @@ def row(hu: np.ndarray, labels: np.ndarray | None, spacing: tuple[float, ...], t
     return sheet
 
 
-def synthetic(seed: int, preset: str, spacing: float) -> Image.Image:
+def synthetic(seed: int, preset: str, spacing: float, height: int) -> Image.Image:
     import torch
 
     from cascadeseg.synthesis import PRESETS, render, sample_patient
@@ -80,18 +81,25 @@ def synthetic(seed: int, preset: str, spacing: float) -> Image.Image:
     patient = sample_patient(seed, PRESETS[preset])
     phantom = render(patient, patient.field_of_view(spacing))
     labels = phantom.labels.numpy()
-    f = patient.findings
     ml = [round(float((labels == v).sum()) * spacing**3 / 1000) for v in (1, 2)]
-    title = (
-        f"seed {seed} {patient.view.kind} R {ml[0]} L {ml[1]} ml  slice {patient.scanner.slice_mm:.1f} "
-        f"noise {patient.scanner.noise_hu:.0f}  ggo {f.ground_glass:.1f} cons {f.consolidation:.1f} lobar {f.lobar} "
-        f"eff {f.effusion[0]:.0f}/{f.effusion[1]:.0f} ptx {f.pneumothorax[0]:.0f}/{f.pneumothorax[1]:.0f} "
-        f"emph {f.emphysema[0]:.1f} fib {f.fibrosis:.1f} les {len(f.lesions)} white {f.white} missing {f.missing}"
-    )
-    return row(phantom.hu.numpy(), labels, (spacing,) * 3, title)
+    title = f"{preset} {seed}: {patient.view.kind}, right {ml[0]} left {ml[1]} ml; {findings(patient)}"
+    return row(phantom.hu.numpy(), labels, (spacing,) * 3, title, height)
 
 
-def scanned(path: Path) -> Image.Image:
+def findings(patient: Any) -> str:
+    """What was drawn for a patient, in words."""
+    f = patient.findings
+    said = {
+        "ground glass": f.ground_glass, "consolidation": f.consolidation, "lobar": max(f.lobar) >= 0,
+        "white lung": max(f.white), "atelectasis": max(f.atelectasis), "emphysema": max(f.emphysema),
+        "fibrosis": f.fibrosis, "bullae": f.bullae, "nodules": len(f.lesions), "effusion": max(f.effusion),
+        "pneumothorax": max(f.pneumothorax), "missing lung": max(f.missing), "raised diaphragm": max(f.raised),
+        "hernia": f.hernia, "gas in the wall": f.wall_air[1],
+    }  # fmt: skip
+    return ", ".join([name for name, value in said.items() if value]) or "no findings"
+
+
+def scanned(path: Path, height: int) -> Image.Image:
     import nibabel
 
     image = nibabel.as_closest_canonical(nibabel.load(path))
@@ -100,26 +108,29 @@ def scanned(path: Path) -> Image.Image:
     if reference.exists():
         labels = np.asarray(nibabel.as_closest_canonical(nibabel.load(reference)).dataobj).astype(np.uint8)
     spacing = tuple(float(v) for v in image.header.get_zooms()[:3])
-    return row(np.asarray(image.dataobj), labels, spacing, path.name)
+    return row(np.asarray(image.dataobj), labels, spacing, path.name, height)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--seeds", type=int, nargs="*", default=[])
-    parser.add_argument("--preset", default="default")
+    parser.add_argument("--presets", nargs="+", default=["default"], help="every seed of each")
     parser.add_argument("--spacing", type=float, default=2.0)
     parser.add_argument("--scan", type=Path, nargs="*", default=[])
-    parser.add_argument("--panel", type=int, default=PANEL, help="height of a picture in pixels")
+    parser.add_argument("--panel", type=int, default=230, help="height of a picture in pixels")
+    parser.add_argument("--colours", type=int, default=0, help="of a palette, for small files; 0: all")
     args = parser.parse_args()
-    globals()["PANEL"] = args.panel
-    rows = [synthetic(seed, args.preset, args.spacing) for seed in args.seeds] + [scanned(p) for p in args.scan]
+    rows = [synthetic(seed, preset, args.spacing, args.panel) for preset in args.presets for seed in args.seeds]
+    rows += [scanned(path, args.panel) for path in args.scan]
     sheet = Image.new("RGB", (max(r.width for r in rows), sum(r.height for r in rows)))
     y = 0
     for r in rows:
         sheet.paste(r, (0, y))
         y += r.height
-    sheet.save(args.out)
+    if args.colours:
+        sheet = sheet.quantize(args.colours, Image.Quantize.MAXCOVERAGE)
+    sheet.save(args.out, optimize=True)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from cascadeseg.errors import OutputError
 from cascadeseg.labels import LUNGS
@@ -112,8 +112,8 @@ def _write_json(folder: Path) -> None:
 class SyntheticDataset(Dataset[dict[str, Any]]):
     """Synthetic scans made as they are asked for: item ``i`` is the patient of seed ``seed + i``.
 
-    Put it into a `torch.utils.data.DataLoader` with workers to be ahead of the consumer. Volumes differ in size:
-    use a batch size of one, or a ``transform`` that crops.
+    `loader` makes them ahead of the consumer. Volumes differ in size: use a batch size of one, or a ``transform`` that
+    crops.
     """
 
     def __init__(
@@ -136,6 +136,18 @@ class SyntheticDataset(Dataset[dict[str, Any]]):
             raise IndexError(index)
         patient = sample_patient(self._seed + index, self._config)
         return self._transform(render(patient, patient.field_of_view(self._spacing_mm)))
+
+    def loader(self, workers: int = 2, ahead: int = 2, batch_size: int | None = None) -> DataLoader[dict[str, Any]]:
+        """Items in order, made by worker processes while the last ones are being used.
+
+        Args:
+            workers: processes, one thread each; 0 makes each item when it is asked for.
+            ahead: items that each worker keeps ready.
+            batch_size: None for items as they are, without a batch axis.
+        """
+        if workers == 0:
+            return DataLoader(self, batch_size=batch_size)
+        return DataLoader(self, batch_size=batch_size, num_workers=workers, prefetch_factor=ahead)
 
 
 def _as_dict(phantom: Phantom) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from pathlib import Path
 import nibabel
 import numpy as np
 import pytest
+import torch
 
 from cascadeseg.errors import OutputError
 from cascadeseg.synthesis import PRESETS, SyntheticDataset, sample_patient, write_dataset
@@ -53,3 +54,10 @@ def test_the_dataset_makes_its_items() -> None:
     assert item["hu"].shape == item["labels"].shape
     with pytest.raises(IndexError):
         dataset[2]
+
+
+def test_the_loader_makes_the_same_items_ahead() -> None:
+    dataset = SyntheticDataset(3, seed=5, spacing_mm=20.0, config=PRESETS["healthy"])
+    items = list(dataset.loader(workers=1, ahead=2))
+    assert len(items) == 3
+    assert all(torch.equal(item["hu"], dataset[i]["hu"]) for i, item in enumerate(items))

@@ -65,3 +65,22 @@ def test_native_spacing_is_a_scanners() -> None:
     spacings = np.array([sample_patient(seed).native_spacing_mm for seed in range(300)])
     assert 0.4 <= spacings[:, 0].min() <= spacings[:, 0].max() <= 1.2
     assert 0.5 <= spacings[:, 2].min() <= spacings[:, 2].max() <= 8
+
+
+def test_every_group_has_a_preset_without_it() -> None:
+    without = {name for name in PRESETS if name.startswith("without_")}
+    assert without == {f"without_{g}" for g in ("pathology", "acquisition", "confounders", "randomisation", "views")}
+    for seed in range(60):
+        plain = sample_patient(seed, PRESETS["without_acquisition"]).scanner
+        assert plain.noise_hu == plain.blur_mm == plain.streaks_hu == plain.cupping_hu == plain.offset_hu == 0
+        assert (plain.gain, plain.slice_mm, plain.circular, plain.up) == (1.0, 1.0, False, (0.0, 1.0))
+        calm = sample_patient(seed, PRESETS["without_confounders"])
+        assert calm.abdomen.stomach_gas == calm.abdomen.colon_gas == calm.abdomen.loop_gas == 0
+        assert (calm.scanner.couch, calm.scanner.cloth) == ("none", 0)
+        assert calm.torso.arms in ("up", "none")
+        assert calm.view.width <= max(420.0, 1.15 * 2.5 * (calm.torso.half_width + calm.torso.muscle + calm.torso.fat))
+        still = sample_patient(seed, PRESETS["without_randomisation"])
+        assert still.torso.warp == (0.0, 0.0)
+        assert still.hounsfield.texture == (0.0, 0.0, 0.0, 0.0)
+        assert still.hounsfield.aortic_blood == still.hounsfield.pulmonary_blood
+        assert sample_patient(seed, PRESETS["without_views"]).view.kind == "chest"
