@@ -17,7 +17,9 @@ GPU_PROGRAM_MB = 450.0
 SLABS_MB = 60.0
 """Slabs of the scan on their way to a stage, and of logits on their way back."""
 LARGEST_LUNG_VOXELS = (184, 264, 360)
-"""Stage 2's image of a lung as large as they come; a larger one is tiled."""
+"""Stage 2's image of a lung as large as they come."""
+LARGEST_TILE = 12_000_000
+"""Voxels that stage 2 sees at a time where no limit is given: most lungs as a whole."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Plan:
     Attributes:
         host_mb: memory of the process at its largest.
         device_mb: memory of the GPU at its largest; 0 without one.
-        largest_tile: voxels that stage 2 may see at a time; infinite where nothing limits it.
+        largest_tile: voxels that stage 2 may see at a time.
         tiles: how many tiles the largest lung would take.
     """
 
@@ -75,7 +77,8 @@ def plan(
     least_mb = fixed_mb + max(stage1_mb, layer * (context + stride) * cost_mb)
     _refuse(scan, "--max-vram" if on_gpu else "--max-memory", limit_gb, least_mb)
 
-    largest_tile = inf if limit_gb is None else (limit_gb * 1000 - fixed_mb) / cost_mb
+    affordable = inf if limit_gb is None else (limit_gb * 1000 - fixed_mb) / cost_mb
+    largest_tile = min(LARGEST_TILE, affordable)
     tile = min(prod(LARGEST_LUNG_VOXELS), largest_tile)
     kept = LARGEST_LUNG_VOXELS[2] if tile == prod(LARGEST_LUNG_VOXELS) else tile / layer - context
     network_mb = fixed_mb + max(stage1_mb, tile * cost_mb)

@@ -48,6 +48,8 @@ class OpenVinoEngine:
         request = self._network.create_infer_request()
         request.infer([padded[None].contiguous().numpy()], share_inputs=True)
         logits = torch.from_numpy(request.get_output_tensor().data.copy())
+        del request
+        self._network.release_memory()  # of the activations, which the other stage could not use
         return logits[0, :, : shape[0], : shape[1], : shape[2]]
 
 

@@ -18,19 +18,18 @@ def long_scan(slices: int) -> Scan:
     return Scan(voxels, Grid.axis_aligned(voxels.shape, (0.75, 0.75, 1.0)), source="long.nii.gz")
 
 
-def test_without_limits_lungs_are_refined_whole():
+def test_without_limits_most_lungs_are_refined_whole():
     plan = Segmenter(tiny_model(), device="cpu").plan(long_scan(320))
-    assert plan.tiles == 1
-    assert plan.largest_tile == float("inf")
-    assert "each lung as a whole" in str(plan)
+    assert plan.largest_tile > 150 * 220 * 330
+    assert "tiles" in str(plan)
 
 
 def test_a_limit_is_kept_by_tiles():
     free = Segmenter(tiny_model(), device="cpu").plan(long_scan(320))
-    limited = Segmenter(tiny_model(), device="cpu", max_memory_gb=(free.host_mb - 100) / 1000).plan(long_scan(320))
-    assert limited.tiles > 1
-    assert limited.host_mb < free.host_mb
-    assert "tiles" in str(limited)
+    limited = Segmenter(tiny_model(), device="cpu", max_memory_gb=(free.host_mb - 20) / 1000).plan(long_scan(320))
+    assert limited.tiles > free.tiles
+    assert limited.largest_tile < free.largest_tile
+    assert limited.host_mb == pytest.approx(free.host_mb - 20)
 
 
 def test_what_cannot_fit_is_refused_before_work():
