@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -62,7 +63,7 @@ def main() -> None:
     """Measures every row in a new process and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW")
-    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=2, help="measured ones; 0: memory alone")
     parser.add_argument("--shape", type=int, nargs=3, default=SHAPE)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -109,7 +110,7 @@ def measured(tricks: Tricks, shape: tuple[int, ...], steps: int, device: str) ->
             seconds.append(time.perf_counter() - began)
     peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else (peak_memory_mb() - before) / 2**10
     name = torch.cuda.get_device_name(place) if on_gpu else f"processor, {torch.get_num_threads()} threads"
-    return {"peak_gb": peak, "seconds": statistics.median(seconds), "device": name}
+    return {"peak_gb": peak, "seconds": statistics.median(seconds) if seconds else math.nan, "device": name}
 
 
 def _step_of(tricks, shape, place):  # type: ignore[no-untyped-def]
