@@ -59,7 +59,7 @@ def test_lung_volumes() -> None:
 
 @pytest.mark.slow
 def test_the_right_lung_is_a_little_larger() -> None:
-    # 52-55 % of the volume is the right lung's in adults (Cheng 2019, Int J COPD 14:1657, by lobes).
+    # Textbook anatomy: the right lung has a little more than half of the volume (about 53 %).
     share = column("right") / (column("right") + column("left"))
     assert 0.49 < np.median(share) < 0.56
     assert 0.4 < np.percentile(share, 3) < np.percentile(share, 97) < 0.66
@@ -82,3 +82,20 @@ def test_median_hu_of_tissues(tissue: str, low: float, high: float) -> None:
     values = column(tissue)
     assert len(values) > 0.9 * len(adults())
     assert low < np.percentile(values, 10) < np.percentile(values, 90) < high
+
+
+def test_drawn_sizes_and_blood_are_human() -> None:
+    patients = [sample_patient(seed) for seed in range(PATIENTS)]
+    grown = [p for p in patients if not p.torso.child]
+    # Tracheal diameters of adults 10-27 mm (Breatnach 1984, AJR 142:903); as always, a little more spread than found.
+    trachea = np.array([2 * p.chest.trachea * p.torso.size for p in grown])
+    assert 9 < trachea.min() < 13 < np.median(trachea) < 21 < trachea.max() < 29
+    # Trunk with its muscle and fat at the height of the chest: broad bounds of slim to obese adults, of no one source.
+    width = np.array([2 * p.torso.size * (p.torso.half_width + p.torso.muscle + 0.7 * p.torso.fat) for p in grown])
+    assert 230 < width.min() < 300 < np.median(width) < 360 < width.max() < 480
+    # Blood without contrast medium 30-55 HU, an aorta with it mostly 100-450 (textbook).
+    plain = [p.hounsfield.aortic_blood for p in patients if p.hounsfield.aortic_blood < 60]
+    full = [p.hounsfield.aortic_blood for p in patients if p.hounsfield.aortic_blood >= 60]
+    assert 0.4 < len(full) / len(patients) < 0.62
+    assert 25 < min(plain) <= max(plain) < 60
+    assert 90 < min(full) <= max(full) < 490
