@@ -6,7 +6,18 @@ import pytest
 import torch
 
 from cascadeseg.errors import DeviceError, ModelError
-from cascadeseg.network import Engine, Model, UNet, UNetConfig, View, find_device, in_slabs, load_model, save_model, stage_of
+from cascadeseg.network import (
+    Engine,
+    Model,
+    UNet,
+    UNetConfig,
+    View,
+    find_device,
+    in_slabs,
+    load_model,
+    save_model,
+    stage_of,
+)
 from cascadeseg.network.blocks import depth_to_space, space_to_depth
 from cascadeseg.network.engine import padded_to
 
@@ -112,7 +123,12 @@ def test_cuda_agrees_with_the_cpu():
 
 
 def model() -> Model:
-    return Model(stage_of(View(2.0), trained(replace(SMALL, in_channels=1))), stage_of(View(1.0), trained(SMALL)), "toy", "3")
+    return Model(
+        stage_of(View(2.0), trained(replace(SMALL, in_channels=1))),
+        stage_of(View(1.0), trained(SMALL)),
+        "toy",
+        "3",
+    )
 
 
 def test_a_model_is_the_same_after_writing_and_reading(tmp_path):
@@ -145,7 +161,11 @@ def test_what_is_no_model_is_refused_in_one_line(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("gpu", "auto, cpu, cuda, cuda:N or mps"), ("cuda:99", "but this machine has"), ("xpu", "auto, cpu, cuda")],
+    [
+        ("gpu", "auto, cpu, cuda, cuda:N or mps"),
+        ("cuda:99", "but this machine has"),
+        ("xpu", "auto, cpu, cuda"),
+    ],
 )
 def test_a_device_that_is_not_there_is_refused(name, words):
     with pytest.raises(DeviceError, match=words):
