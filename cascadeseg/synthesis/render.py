@@ -23,7 +23,8 @@ class Phantom:
 
     Attributes:
         hu: (X, Y, Z) float32, whole HU.
-        labels: (X, Y, Z) uint8, 0 background, 1 right lung, 2 left lung (the patient's sides).
+        labels: (X, Y, Z) uint8, 0 background, 1 right lung, 2 left lung: the patient's sides, or in a patient whom the
+            header has turned round, the sides that the header gives, as that is all that geometry can know.
         tissues: (X, Y, Z) uint8, values of `Tissue`.
         grid: where the voxels lie.
     """
@@ -95,4 +96,6 @@ def _saved(
         hu[outside] = patient.scanner.padding_hu
         labels[outside] = 0
         tissue[outside] = int(Tissue.PADDING)
+    if abs(patient.torso.rotation[2]) > 135:
+        labels = torch.where(labels > 0, 3 - labels, labels)
     return Phantom(hu, labels, tissue, grid)

@@ -1,5 +1,7 @@
 """What a phantom must be, whatever it shows."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -117,6 +119,15 @@ def test_mirrored_anatomy_swaps_the_labels() -> None:
         # Not voxel for voxel: the lattice and the roughness of the contours stay where they are in the world.
         both = ((swapped == value) & (labels == value)).sum()
         assert 2 * both / ((swapped == value).sum() + (labels == value).sum()) > 0.97
+
+
+def test_a_patient_turned_round_has_the_sides_of_the_header() -> None:
+    patient = sample_patient(1, PRESETS["healthy"])
+    turned = replace(patient, torso=replace(patient.torso, rotation=(0.0, 0.0, 180.0)))
+    for each in (patient, turned):
+        grid = around_the_chest(each)
+        right, left = (grid.world(np.argwhere(render(each, grid).labels.numpy() == v).mean(axis=0)) for v in (1, 2))
+        assert right[0] > left[0] + 50
 
 
 def test_labels_do_not_depend_on_the_spacing() -> None:
