@@ -142,7 +142,8 @@ def kept_statistics(network: UNet) -> Callable[[], None]:
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Writes a file under a temporary name, flushes it to the disk and renames it."""
-    temporary = path.with_name(f".{path.name}.part")
+    # Every process of a run may write the same file at the same time.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     write(temporary)
     with temporary.open("rb+") as file:
         os.fsync(file.fileno())
