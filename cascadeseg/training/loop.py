@@ -53,8 +53,8 @@ def train(
         resume: go on from the run folder's checkpoint, if there is one.
         device: as for inference.
         processes: how many there are; one by default.
-        time_limit_s: end this session after so long, with its checkpoint saved; resume for the rest.
-        stop_after: end this session after so many steps; resume for the rest.
+        time_limit_s: stop after so long, with the checkpoint saved; resume for the rest.
+        stop_after: stop after so many steps, with the checkpoint saved; resume for the rest.
         quiet: no progress bar.
 
     Returns:
