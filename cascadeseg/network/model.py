@@ -21,6 +21,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from cascadeseg.errors import ModelError
+from cascadeseg.labels import BACKGROUND, LUNGS
 from cascadeseg.network.unet import UNet, UNetConfig
 
 FORMAT = 1
@@ -111,7 +112,7 @@ def save_model(model: Model, folder: Path, *, half: bool = True) -> None:
         "name": model.name,
         "version": model.version,
         "sha256": hashlib.sha256(weights).hexdigest(),
-        "labels": {"background": 0, "lung_right": 1, "lung_left": 2},
+        "labels": {"background": BACKGROUND} | {label.name: label.value for label in LUNGS},
         "stages": {name: {"view": asdict(stage.view), "unet": asdict(stage.unet)} for name, stage in stages.items()},
         "notes": dict(model.notes),
     }
