@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from cascadeseg.atomic import replace_file, staged
 from cascadeseg.errors import CascadesegError, ConfigError, OutputError
 from cascadeseg.formats import MASK_SUFFIXES, check_writable, find_scans, stem_of, suffix_of
-from cascadeseg.formats.atomic import replace_file, staged
 
 ENDING = "_lungs"
 BESIDE = ""

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cascadeseg.atomic import staged
 from cascadeseg.errors import OutputError
-from cascadeseg.formats.atomic import staged
 from cascadeseg.formats.names import MASK_SUFFIXES, suffix_of
 from cascadeseg.formats.scan import Scan
 from cascadeseg.geometry import Grid

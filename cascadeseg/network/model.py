@@ -20,6 +20,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
+from cascadeseg.atomic import replace_file, replace_text
 from cascadeseg.errors import ModelError
 from cascadeseg.labels import BACKGROUND, LUNGS
 from cascadeseg.network.unet import UNet, UNetConfig
@@ -116,8 +117,8 @@ def save_model(model: Model, folder: Path, *, half: bool = True) -> None:
         "stages": {name: {"view": asdict(stage.view), "unet": asdict(stage.unet)} for name, stage in stages.items()},
         "notes": dict(model.notes),
     }
-    _replace(folder / "model.safetensors", weights)
-    _replace(folder / "model.json", (json.dumps(description, indent=2) + "\n").encode())
+    replace_file(folder / "model.safetensors", lambda part: part.write_bytes(weights))
+    replace_text(folder / "model.json", json.dumps(description, indent=2) + "\n")
 
 
 def load_model(folder: str | Path | None = None) -> Model:
@@ -177,12 +178,6 @@ def _stage(name: str, entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -
     prefix = f"{name}."
     weights = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
     return Stage(View(**entry["view"]), UNetConfig(**unet), weights)
-
-
-def _replace(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.part")
-    temporary.write_bytes(content)
-    temporary.replace(path)
 
 
 def stage_of(view: View, network: UNet) -> Stage:

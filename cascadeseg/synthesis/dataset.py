@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from cascadeseg.atomic import replace_file, replace_text
 from cascadeseg.errors import OutputError
 from cascadeseg.labels import LUNGS
 from cascadeseg.synthesis.config import SynthesisConfig
@@ -87,9 +88,7 @@ def _write_volume(voxels: np.ndarray[Any, np.dtype[Any]], grid: Grid, path: Path
     image.header.set_xyzt_units("mm")
     image.set_qform(grid.affine, code=1)
     image.set_sform(grid.affine, code=1)
-    unfinished = path.with_name(f".{path.name.removesuffix('.nii.gz')}.part.nii.gz")
-    nibabel.save(image, unfinished)
-    unfinished.replace(path)
+    replace_file(path, lambda part: nibabel.save(image, part))
 
 
 def _write_json(folder: Path) -> None:
@@ -103,10 +102,7 @@ def _write_json(folder: Path) -> None:
         "numTraining": len(cases),
         "file_ending": ".nii.gz",
     }
-    path = folder / "dataset.json"
-    unfinished = path.with_name(".dataset.json.part")
-    unfinished.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    unfinished.replace(path)
+    replace_text(folder / "dataset.json", json.dumps(content, indent=2) + "\n")
 
 
 class SyntheticDataset(Dataset[dict[str, Any]]):

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Generator, Tensor
 
+from cascadeseg.atomic import replace_text
 from cascadeseg.errors import ConfigError
 from cascadeseg.labels import IGNORE
 from cascadeseg.synthesis import PRESETS
@@ -20,7 +21,7 @@ from cascadeseg.training.cases import FilePatient, Patient, SyntheticPatient, un
 from cascadeseg.training.config import DataConfig, TrainingConfig
 from cascadeseg.training.listing import listing, sides
 from cascadeseg.training.preflight import Inspected, inspect
-from cascadeseg.training.state import Relief, replace_text
+from cascadeseg.training.state import Relief
 
 LARGEST_BATCH = 4096
 

@@ -18,7 +18,7 @@ import torch
 from tqdm import tqdm
 
 from cascadeseg._version import __version__
-from cascadeseg.training.state import replace_text
+from cascadeseg.atomic import replace_text
 
 EVERY = 10
 """Steps from one line of ``metrics.jsonl`` to the next."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from cascadeseg import config as configs
+from cascadeseg.atomic import replace_text
 from cascadeseg.errors import ConfigError, ModelError
 from cascadeseg.network.model import load_model, save_model
 from cascadeseg.network.unet import UNet
@@ -25,7 +26,7 @@ from cascadeseg.training.log import Log, write_environment
 from cascadeseg.training.optimiser import optimiser_of
 from cascadeseg.training.prefetch import Prefetch, Stop, Stopped
 from cascadeseg.training.processes import Processes, launched, training_precision
-from cascadeseg.training.state import Relief, State, averaged, replace_text, take_weights
+from cascadeseg.training.state import Relief, State, averaged, take_weights
 from cascadeseg.training.step import Batch, Trainer, take_step
 from cascadeseg.training.validation import model_of, save_picture, surface_distances_available, validate
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cascadeseg.atomic import replace_file
 from cascadeseg.network.unet import UNet
 from cascadeseg.training.config import TrainingConfig
 
@@ -138,21 +138,6 @@ def kept_statistics(network: UNet) -> Callable[[], None]:
             buffer.copy_(value)
 
     return restore
-
-
-def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Writes a file under a temporary name, flushes it to the disk and renames it."""
-    # Every process of a run may write the same file at the same time.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    write(temporary)
-    with temporary.open("rb+") as file:
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Writes a text file, whole or not at all."""
-    replace_file(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def take_weights(network: UNet, weights: Mapping[str, Tensor]) -> list[str]:

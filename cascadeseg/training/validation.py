@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from cascadeseg.atomic import replace_file
 from cascadeseg.cascade.crop import settle_sides
 from cascadeseg.cascade.locate import locate
 from cascadeseg.cascade.pipeline import Segmenter
@@ -24,7 +25,7 @@ from cascadeseg.training.cache import locator_folder
 from cascadeseg.training.cases import LabelMap
 from cascadeseg.training.config import TrainingConfig
 from cascadeseg.training.data import Data
-from cascadeseg.training.state import State, replace_file
+from cascadeseg.training.state import State
 
 
 @dataclass(frozen=True)

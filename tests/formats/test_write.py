@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import SimpleITK
 
+from cascadeseg.atomic import replace_file
 from cascadeseg.errors import OutputError
 from cascadeseg.formats import MASK_SUFFIXES, Scan, check_writable, itk, nifti, read_labels, write_labels
-from cascadeseg.formats.atomic import replace_file
 from tests.formats.volumes import SHAPE, ct_values, oblique_grid
 
 LABELS = np.ones(SHAPE, np.uint8)

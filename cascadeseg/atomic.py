@@ -18,7 +18,7 @@ from cascadeseg.errors import OutputError
 STAGING_PREFIX = ".cascadeseg-"
 
 
-def replace_file(path: str | Path, write: Callable[[Path], None]) -> None:
+def replace_file(path: str | Path, write: Callable[[Path], object]) -> None:
     """Writes a file by ``write(temporary_path)``, which has the same name in another folder, then renames it.
 
     Raises:
@@ -26,6 +26,15 @@ def replace_file(path: str | Path, write: Callable[[Path], None]) -> None:
     """
     with staged(Path(path)) as part:
         write(part)
+
+
+def replace_text(path: str | Path, text: str) -> None:
+    """Writes a text file in UTF-8, whole or not at all.
+
+    Raises:
+        OutputError: it could not be written.
+    """
+    replace_file(path, lambda part: part.write_text(text, encoding="utf-8"))
 
 
 @contextmanager
