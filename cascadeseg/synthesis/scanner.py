@@ -68,7 +68,7 @@ def draw_scanner(d: Draw, config: SynthesisConfig) -> Scanner:
         slice_mm=slice_mm if a.thick_slices else 1.0,
         slice_step=d.pick((1.0, 0.8, 0.5, 1.2), (6, 2, 1, 0.5)),
         stairs=d.chance(0.6),
-        blur_mm=d.uniform(0.3, 0.85) * a.blur,
+        blur_mm=d.uniform(0.3, 1.4) * a.blur,
         sharpening=d.uniform(0.2, 1.2) * a.blur if d.chance(0.3) else 0.0,
         noise_hu=noise * a.noise,
         noise_colour=d.uniform(0.2, 1.0),

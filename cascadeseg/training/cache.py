@@ -30,6 +30,7 @@ import numpy.typing as npt
 import torch
 
 from cascadeseg._version import __version__
+from cascadeseg.atomic import replace_file, replace_text
 from cascadeseg.errors import ConfigError
 from cascadeseg.formats.scan import Scan
 from cascadeseg.geometry import Grid
@@ -132,7 +133,7 @@ def predicts_boxes(config: TrainingConfig) -> bool:
     """Whether crops come from a locator's predictions."""
     boxes = config.data.boxes
     if boxes == "auto":
-        boxes = "predicted" if config.data.source == "synthetic" or "{fold}" in config.locator else "perturbed"
+        boxes = "predicted" if "{fold}" in config.locator else "perturbed"
     return config.stage == 2 and boxes == "predicted"
 
 
@@ -180,7 +181,7 @@ def _prepare_patient(config: TrainingConfig, patient: Patient, kind: Kind, folde
         record.with_suffix(".failed").write_text(f"{patient.key}: {error}", encoding="utf-8")
         raise
     record.with_suffix(".failed").unlink(missing_ok=True)
-    _replace(record, lambda path: path.write_text(json.dumps(about), encoding="utf-8"))
+    replace_text(record, json.dumps(about))
 
 
 def _save_cases(config: TrainingConfig, patient: Patient, folder: Path) -> dict[str, Any]:
@@ -203,13 +204,7 @@ def _save(path: Path, array: npt.NDArray[Any]) -> None:
         with temporary.open("wb") as file:
             np.save(file, np.ascontiguousarray(array))
 
-    _replace(path, write)
-
-
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    write(temporary)
-    temporary.replace(path)
+    replace_file(path, write)
 
 
 def _be_modest() -> None:

@@ -211,17 +211,39 @@ def labels_on(labels: npt.NDArray[Any], source: Grid, target: Grid) -> Tensor:
 
 
 def imagined(scan: Scan, labels: npt.NDArray[Any], view: View, name: str) -> Coarse:
-    """What a stage 1 that never saw this patient might have said: the reference, vague and wrong in places.
+    """What a stage 1 that never saw this patient might have said: the reference, vague, and wrong in places.
 
-    A stage 1 trained on the same scans would be too right on them, and its refiner would learn to trust it.
+    On strange scans a stage 1 is wrong as it never is where it was trained: its surface lies millimetres too far in or
+    out all over, dense lung is missed, gas is taken for lung. A refiner that met only good opinions follows them to
+    the voxel; from these it learns what an opinion is worth.
     """
     grid = coarse_grid(scan, view)
     random = Generator().manual_seed(int.from_bytes(name.encode()[-7:], "big"))
     coarse = labels_on(labels, scan.grid, grid)
-    lungs = torch.stack([(coarse == lung.value).float() for lung in LUNGS])[None]
-    vague = F.avg_pool3d(F.pad(lungs, (2,) * 6, mode="replicate"), 5, stride=1)[0]
-    noise = torch.randn((1, 2, *[max(2, n // 12) for n in grid.shape]), generator=random)
-    noise = F.interpolate(noise, size=grid.shape, mode="trilinear", align_corners=False)[0]
-    probabilities = torch.sigmoid(12 * (vague - 0.5 + 0.25 * noise))
-    probabilities[vague == 0] = 0  # mistakes are made near lungs
+    lungs = torch.stack([(coarse == lung.value).float() for lung in LUNGS])
+    vague = F.avg_pool3d(F.pad(lungs[None], (2,) * 6, mode="replicate"), 5, stride=1)[0]
+    surface = 0.3 * _between(-1, 1, random) + 0.25 * _wandering(2, grid, random)
+    probabilities = torch.sigmoid(_between(6, 20, random) * (vague - 0.5 + surface))
+    probabilities[vague == 0] = 0
+    soft = resample_scan(scan, grid, view, CPU) * view.scale_hu + view.low_hu > -400
+    missed = soft & (coarse > 0) & (_wandering(1, grid, random)[0] > _between(-0.5, 1.5, random))
+    gas = ~soft & (coarse == BACKGROUND) & _near(lungs) & (_wandering(2, grid, random) > _between(0.2, 2, random))
+    probabilities = torch.where(gas, 0.9, probabilities.masked_fill(missed, 0.05))
     return settle_sides(Coarse(probabilities / probabilities.sum(dim=0).clamp(min=1), grid))
+
+
+def _between(low: float, high: float, random: Generator) -> float:
+    return low + (high - low) * float(torch.rand((), generator=random))
+
+
+def _wandering(channels: int, grid: Grid, random: Generator) -> Tensor:
+    """(channels, X, Y, Z) smooth noise that changes over about 12 voxels."""
+    noise = torch.randn((1, channels, *[max(2, n // 12) for n in grid.shape]), generator=random)
+    return F.interpolate(noise, size=grid.shape, mode="trilinear", align_corners=False)[0]
+
+
+def _near(lungs: Tensor) -> Tensor:
+    """(X, Y, Z) true within about 16 voxels of a lung."""
+    rough = F.max_pool3d(lungs.amax(dim=0)[None, None], 4, ceil_mode=True)
+    grown = F.max_pool3d(rough, 9, stride=1, padding=4)
+    return F.interpolate(grown, size=lungs.shape[1:], mode="nearest")[0, 0] > 0

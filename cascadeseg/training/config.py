@@ -45,8 +45,8 @@ class DataConfig:
         steps_per_case: synthetic only: after this many steps one more patient joins, until there are ``cases``.
         validation: patients of the held-out part that each validation segments.
         boxes: stage 2 only: crops from the locator's predictions, or from references damaged to look like its
-            mistakes; ``auto`` predicts on synthetic patients (which the locator has not seen) and perturbs on files
-            (which it may have been trained on).
+            mistakes; ``auto`` predicts only with one locator a fold: on patients like those it was trained on a
+            locator is better than it ever will be on strange ones, and the refiner would follow it to the voxel.
         box_jitter_mm: stage 2 only: a whole-crop patch moves each face of its box by up to this much, in and out.
         workers: processes that prepare cases ahead of training; 0: all processors but one.
         device: where workers render synthetic patients and run the locator.
