@@ -192,9 +192,10 @@ def mediastinum(p: Points, patient: Patient) -> Tensor:
     wedge = torch.maximum(x.abs() - (r + 2) - chest.gutter * behind, y - (vertebra_y - 2))
     shape = smooth_min(spine, wedge, 12)
     t = z / torso.height
-    # Wide above the carina; below it the lungs nearly meet behind the heart.
+    # Wide above the carina; below it the lungs nearly meet behind the heart, in front of the spine.
     above = torch.sigmoid((z - chest.carina + 12) / 9)
-    width = chest.column * (0.6 + 0.4 * above + 0.35 * (t - 0.6).clamp(min=0) + 0.1 * (0.3 - t).clamp(min=0))
+    low = chest.low_column
+    width = chest.column * (low + (1 - low) * above + 0.35 * (t - 0.6).clamp(min=0) + 0.1 * (0.3 - t).clamp(min=0))
     front = 10 + chest.column_depth * (0.75 + 0.25 * torch.sigmoid((t - 0.4) * 12))
     back = vertebra_y + 6 * above
     column = superellipse(x - 0.35 * chest.junction_x, y - (front + back) / 2, width, (front - back) / 2, 2.2)

@@ -78,6 +78,9 @@ class Chest:
     septum: float
     front_fat: float
     blend: float
+    low_column: float
+    wander: float
+    corner: float
     hilum: float
     oesophagus_air: float
     roughness: float
@@ -247,8 +250,8 @@ def _draw_chest(d: Draw, torso: Torso, config: SynthesisConfig) -> Chest:
         dome=(0.0, left_dome),
         recess=max(20.0, d.normal(58, 16 * v)) * breath,
         recess_back=1 + 1.5 * d.uniform(0.2, 0.7),
-        recess_front=d.uniform(0.15, 0.6),
-        recess_medial=d.uniform(0.12, 0.4),
+        recess_front=d.uniform(0.15, 1.0),
+        recess_medial=d.uniform(0.12, 0.7),
         dome_power=d.uniform(2.3, 3.1),
         apex_x=d.normal(43, 4 * v),
         apex_y=d.normal(-16, 4 * v),
@@ -270,7 +273,10 @@ def _draw_chest(d: Draw, torso: Torso, config: SynthesisConfig) -> Chest:
         junction_x=d.normal(-3, 6 * v),
         septum=d.uniform(0.7, 5) if d.chance(0.85) else d.uniform(5, 16),
         front_fat=d.lognormal(8, 0.7, 0, 40) * min(1.6, 0.5 + torso.fat / 28),
-        blend=d.uniform(8, 18),
+        blend=d.uniform(4, 18),
+        low_column=d.uniform(0.15, 0.6),
+        wander=d.uniform(0, 5),
+        corner=d.uniform(1, 9),
         hilum=d.uniform(0.75, 1.3),
         oesophagus_air=d.uniform(2, 8) if d.chance(0.45 * config.confounders.bowel_gas) else 0.0,
         roughness=d.uniform(0.5, 2.2),
@@ -336,8 +342,8 @@ def _draw_hounsfield(d: Draw, torso: Torso, config: SynthesisConfig) -> Hounsfie
         disc=d.normal(85, 15 * r),
         cartilage=d.normal(95, 20 * r) + (d.uniform(60, 250) if d.chance(0.4 * r) else 0),
         breast=d.about(-60, 40, r),
-        lung=min(max(-718 - 150 * torso.inspiration + d.normal(0, 28 * r), -930.0), -540.0),
+        lung=min(max(-730 - 160 * torso.inspiration + d.normal(0, 32 * r), -940.0), -540.0),
         gravity=d.about(15, 80, r) + 80 * closed,
-        texture=(d.uniform(5, 30) * t, d.uniform(4, 18) * t, d.uniform(6, 30) * t, d.uniform(20, 150) * t),
+        texture=(d.uniform(5, 30) * t, d.uniform(4, 18) * t, d.uniform(6, 30) * t, d.uniform(10, 150) * t),
         texture_seed=d.seed(),
     )

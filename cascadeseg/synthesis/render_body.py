@@ -48,7 +48,8 @@ def body_shapes(scene: Scene) -> Shapes:
     large = Beads.joined(tubes).grown(1.5)
     # The lungs follow the great vessels: aortic knob, caval vein, subclavian grooves.
     contents = scene.coarse_splat(large, 14.0)
-    between = smooth_min(normalised(anatomy.mediastinum(p, patient)), contents, 13)
+    wander = scene.coarse_noise(patient.chest.tree_seed + 5, 45.0) * patient.chest.wander
+    between = smooth_min(normalised(anatomy.mediastinum(p, patient)) + wander, contents, 13)
     heights = [anatomy.diaphragm_height(x, y, patient, side) for side in (0, 1)]
     both = torch.lerp(heights[1], heights[0], torch.sigmoid(x / 12))
     return Shapes(

@@ -130,7 +130,7 @@ def _lung(scene: Scene, shapes: Shapes, side: int) -> Lung | None:
     wall = scene.up(ribs, part)
     cavity = torch.maximum(wall, scene.up(shapes.diaphragm[side], part))
     cavity = smooth_max(cavity, scene.up(apex, part), 8.0)
-    cavity = smooth_max(cavity, scene.up(mediastinum, part).neg_(), 9.0)
+    cavity = smooth_max(cavity, scene.up(mediastinum, part).neg_(), patient.chest.corner)
     septum = scene.up(across, part).add_(0.5 * patient.chest.septum * k)
     cavity = torch.maximum(cavity, septum)
     distance = pathology.remaining_lung(scene, part, side, cavity)
