@@ -6,16 +6,25 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from cascadeseg.cascade.clean import clean
+from cascadeseg.cascade.confidence import (
+    Calibration,
+    Signs,
+    compared,
+    judged,
+    missing_reason,
+    signs_of,
+    swapped_shares,
+)
 from cascadeseg.cascade.crop import crop_lungs, settle_sides
-from cascadeseg.cascade.locate import locate
+from cascadeseg.cascade.locate import Coarse, locate
 from cascadeseg.cascade.merge import Labels, box_on, merge
 from cascadeseg.cascade.plan import Plan, plan
 from cascadeseg.cascade.refine import Refined, refine
@@ -29,6 +38,7 @@ from cascadeseg.network.engine import Precision, find_device
 from cascadeseg.network.model import Model, load_model
 
 Progress = Callable[[str, float], None]
+Verdict = Literal["ok", "review"]
 FACES = (("left", "right"), ("posterior", "anterior"), ("inferior", "superior"))
 """The patient's sides at the near and the far end of each canonical axis."""
 
@@ -44,6 +54,10 @@ class LungResult:
         touches: faces of the scan that the lung touches (``"superior"``, ...): there it may go on outside.
         regrown: how many times its box had to grow.
         box_mm: the extent of its crop in RAS+ mm, ((x, y, z) low, (x, y, z) high); None where stage 1 found no lung.
+        quality: the probability that the mask's Dice is at least 0.9; None without a mask, or for a model without
+            calibration.
+        reasons: why the mask should be looked at; none for one that can be trusted.
+        signs: what quality and reasons follow from; None without a mask.
     """
 
     label: Label
@@ -52,6 +66,13 @@ class LungResult:
     touches: tuple[str, ...]
     regrown: int
     box_mm: tuple[tuple[float, ...], tuple[float, ...]] | None
+    quality: float | None = None
+    reasons: tuple[str, ...] = ()
+    signs: Signs | None = None
+
+    @property
+    def verdict(self) -> Verdict:
+        return "review" if self.reasons else "ok"
 
     @property
     def complete(self) -> bool:
@@ -84,6 +105,16 @@ class Segmentation:
     device: str
     precision: str
     model: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def quality(self) -> float | None:
+        """The lower of both lungs' qualities; None where neither has one."""
+        return min((lung.quality for lung in self.lungs if lung.quality is not None), default=None)
+
+    @property
+    def verdict(self) -> Verdict:
+        """``review`` if either lung is to be looked at."""
+        return "review" if any(lung.reasons for lung in self.lungs) else "ok"
 
 
 class Segmenter:
@@ -149,9 +180,9 @@ class Segmenter:
         with clock.step("read", 0.0):
             scan = _as_scan(scan, affine)
         self.refiner.largest_tile = self.plan(scan).largest_tile
-        labels, lungs = self._segment(scan.canonical(), scan, clock)
+        labels, traces = self._segment(scan.canonical(), scan, clock)
         with clock.step("measure", 0.97):
-            results = _results(scan, labels, lungs)
+            results = _results(scan, labels, traces, Calibration.of(self.model.notes))
         clock.progress("done", 1.0)
         return Segmentation(
             labels=labels,
@@ -165,11 +196,13 @@ class Segmenter:
             model={"name": self.model.name, "version": self.model.version, "sha256": self.model.sha256},
         )
 
-    def _segment(self, canonical: Scan, scan: Scan, clock: _Clock) -> tuple[Labels, list[Refined]]:
+    def _segment(self, canonical: Scan, scan: Scan, clock: _Clock) -> tuple[Labels, _Traces]:
         with clock.step("locate", 0.15):
-            coarse = locate(canonical, self.locator)
+            said = locate(canonical, self.locator)
         with clock.step("crop", 0.35):
-            coarse = settle_sides(coarse)
+            coarse = settle_sides(said)
+            swapped = swapped_shares(said, coarse)
+            del said
             boxes = crop_lungs(coarse)
         with clock.step("refine", 0.4):
             lungs = [refine(canonical, box, coarse, self.refiner) for box in boxes]
@@ -177,13 +210,22 @@ class Segmenter:
             labels = merge(lungs, scan.grid)
         with clock.step("clean", 0.9):
             clean(labels, [(lung.lung.label, box_on(lung, canonical.grid)) for lung in lungs], scan.grid)
-        return labels, lungs
+        return labels, _Traces(lungs, coarse, swapped)
 
     def _went_on(self) -> tuple[str, ...]:
         """How memory that ran out was met."""
         notes = (*self.locator.notes, *self.refiner.notes)
         self.locator.notes, self.refiner.notes = [], []
         return notes
+
+
+@dataclass(frozen=True)
+class _Traces:
+    """What the stages left behind: each lung's logits, stage 1's opinion, and how much of it changed sides."""
+
+    lungs: list[Refined]
+    coarse: Coarse
+    swapped: tuple[float, float]
 
 
 class _Clock:
@@ -211,19 +253,31 @@ def _as_scan(scan: Any, affine: Any) -> Scan:
     return scan_of(scan, affine)
 
 
-def _results(scan: Scan, labels: Labels, lungs: list[Refined]) -> tuple[LungResult, ...]:
-    refined = {lung.lung.label: lung for lung in lungs}
-    return tuple(_result(scan, labels, label, refined.get(label)) for label in LUNGS)
+def _results(scan: Scan, labels: Labels, traces: _Traces, calibration: Calibration | None) -> tuple[LungResult, ...]:
+    refined = {lung.lung.label: lung for lung in traces.lungs}
+    results = [_result(scan, labels, label, refined.get(label), traces) for label in LUNGS]
+    judgements = []
+    for result, other in zip(results, reversed(results), strict=True):
+        if result.signs is None:
+            found = refined.get(other.label) if other.volume_ml else None
+            judgements.append(replace(result, reasons=missing_reason(result.label, found, scan.grid.canonical())))
+            continue
+        signs = compared(result.signs, result.volume_ml, other.volume_ml)
+        quality, reasons = judged(signs, calibration)
+        judgements.append(replace(result, quality=quality, reasons=reasons, signs=signs))
+    return tuple(judgements)
 
 
-def _result(scan: Scan, labels: Labels, label: Label, refined: Refined | None) -> LungResult:
+def _result(scan: Scan, labels: Labels, label: Label, refined: Refined | None, traces: _Traces) -> LungResult:
     if refined is None:
         return LungResult(label, 0.0, None, (), 0, None)
     grid = scan.grid.canonical()
     box = box_on(refined, grid)
-    mask = canonical_view(labels, scan.grid)[box.slices] == label.value
+    view = canonical_view(labels, scan.grid)
+    mask = view[box.slices] == label.value
     crop = refined.lung.grid.cropped(refined.lung.box)
     corners = crop.world([(-0.5, -0.5, -0.5), [n - 0.5 for n in crop.shape]])
+    swapped = traces.swapped[LUNGS.index(label)]
     return LungResult(
         label=label,
         volume_ml=float(np.count_nonzero(mask)) * grid.voxel_volume_ml,
@@ -231,6 +285,7 @@ def _result(scan: Scan, labels: Labels, label: Label, refined: Refined | None) -
         touches=_touches(mask, box, grid.shape),
         regrown=refined.lung.regrown,
         box_mm=(tuple(corners.min(axis=0).round(1)), tuple(corners.max(axis=0).round(1))),
+        signs=signs_of(scan.canonical(), view, refined, traces.coarse, swapped),
     )
 
 

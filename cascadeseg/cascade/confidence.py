@@ -1,0 +1,279 @@
+"""How far each lung's mask can be trusted, from what the cascade has at hand when it is done.
+
+Everything is looked up on a coarse lattice in the lung's own box (at most `LATTICE_POINTS` points), so that it costs
+milliseconds and no memory to speak of. Each sign of trouble grows with doubt; a logistic model of few coefficients,
+none of them negative, turns them into the probability that the mask's Dice is at least 0.9. The coefficients belong to
+the weights whose errors they were fitted on (``scripts/calibrate.py``), so they are kept with them, in the model's notes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from cascadeseg.cascade.crop import LungBox
+from cascadeseg.cascade.locate import Coarse
+from cascadeseg.cascade.merge import box_on
+from cascadeseg.cascade.refine import Refined
+from cascadeseg.formats.scan import Scan
+from cascadeseg.geometry import Grid
+from cascadeseg.labels import LUNGS, RIGHT_LUNG, Label
+
+LATTICE_POINTS = 400_000
+NOTE = "confidence"
+"""The key of the calibration in a model's notes."""
+DENSE_HU = -300.0
+AERATED_HU = (-950.0, -550.0)
+MEAN_HU = (-930.0, 0.0)
+"""Of a plausible lung: from severe emphysema to one without air."""
+VOLUME_ML = (80.0, 4500.0)
+"""Of a plausible lung that lies wholly in the scan: from a toddler's to a giant's."""
+SURE_LOGIT = 2.0
+ROOM_MM = 100.0
+"""A lung is missed where the scan goes on for this long beyond the other one."""
+
+Mask = npt.NDArray[np.bool_]
+Values = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Signs:
+    """What speaks against a lung's mask: 0 for nothing, more for more.
+
+    Attributes:
+        disagreement: 1 - Dice of the mask and stage 1's.
+        doubt: 1 - the Dice that stage 2's own probabilities let one expect.
+        coarse_doubt: the same of stage 1.
+        border: share of the mask's surface that lies on faces of the scan or of the crop.
+        dense: share of the mask above -300 HU.
+        missed: aerated tissue beside the mask that is in neither lung, as a share of the mask, at most 1.
+        discarded: share of what stage 2 was sure of that is not in the mask: stray parts, or the other lung's.
+        swapped: share of stage 1's voxels whose side geometry changed.
+        odd_hu: how far the mean lies outside what lungs have, in units of 100 HU.
+        odd_volume: logarithm of the factor by which the volume lies outside what lungs have.
+        imbalance: logarithm of the ratio of both lungs' volumes, at most 2; 0 for a single lung.
+    """
+
+    disagreement: float
+    doubt: float
+    coarse_doubt: float
+    border: float
+    dense: float
+    missed: float
+    discarded: float
+    swapped: float
+    odd_hu: float
+    odd_volume: float
+    imbalance: float = 0.0
+
+
+NOTABLE: Mapping[str, tuple[float, str]] = {
+    "disagreement": (0.15, "the two stages disagree about it"),
+    "doubt": (0.06, "stage 2 is unsure about it"),
+    "coarse_doubt": (0.2, "stage 1 is unsure about it"),
+    "border": (0.25, "much of its surface is cut by the border of the scan"),
+    "dense": (0.4, "much of it is as dense as soft tissue"),
+    "missed": (0.15, "there is aerated tissue beside it that is in neither lung"),
+    "discarded": (0.05, "parts of it were discarded"),
+    "swapped": (0.1, "right and left were not clear"),
+    "odd_hu": (0.3, "its mean HU is not that of a lung"),
+    "odd_volume": (0.1, "its volume is not that of a lung"),
+    "imbalance": (1.5, "its volume is very unlike the other lung's"),
+}
+"""By sign: from where on it is worth telling, and the words for it."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The logistic model: ``quality = sigmoid(bias - sum of weight * sqrt(sign))``.
+
+    Attributes:
+        bias: of a mask without any sign of trouble.
+        weights: by sign, none negative; a sign that is not named does not count.
+        review_below: masks of a lower quality are to be looked at.
+    """
+
+    bias: float
+    weights: Mapping[str, float]
+    review_below: float
+
+    @staticmethod
+    def of(notes: Mapping[str, Any]) -> Calibration | None:
+        """The calibration in a model's notes; None for a model that has none."""
+        if NOTE not in notes:
+            return None
+        kept = notes[NOTE]
+        return Calibration(float(kept["bias"]), dict(kept["weights"]), float(kept["review_below"]))
+
+    def quality(self, signs: Signs) -> float:
+        """The probability that the mask's Dice is at least 0.9."""
+        doubts = sum(self.contributions(signs).values())
+        return 1 / (1 + math.exp(min(max(doubts - self.bias, -50.0), 50.0)))
+
+    def contributions(self, signs: Signs) -> dict[str, float]:
+        """What each sign takes away, in logits."""
+        found = features(signs)
+        return {name: weight * found[name] for name, weight in self.weights.items() if name in found}
+
+
+def features(signs: Signs) -> dict[str, float]:
+    """The signs as the logistic model takes them: square roots, so that little trouble counts, and much no more."""
+    return {name: math.sqrt(max(value, 0.0)) for name, value in asdict(signs).items()}
+
+
+def judged(signs: Signs, calibration: Calibration | None) -> tuple[float | None, tuple[str, ...]]:
+    """The quality of a lung's mask, and the reasons to look at it: none for a mask that can be trusted.
+
+    Without a calibration there is no quality, and whatever is worth telling is a reason.
+    """
+    notable = [words for name, (limit, words) in NOTABLE.items() if getattr(signs, name) > limit]
+    if calibration is None:
+        return None, tuple(notable)
+    quality = calibration.quality(signs)
+    if quality >= calibration.review_below:
+        return quality, ()
+    takes_most = max(calibration.contributions(signs).items(), key=lambda item: item[1])[0]
+    return quality, tuple(notable) or (NOTABLE[takes_most][1],)
+
+
+def signs_of(scan: Scan, labels: Values, lung: Refined, coarse: Coarse, swapped: float) -> Signs | None:
+    """Looks for trouble in one lung's mask; None where the mask is empty.
+
+    Args:
+        scan: canonical.
+        labels: (X, Y, Z) the canonical view of the final label map.
+        lung: what stage 2 made of it.
+        coarse: stage 1's opinion, its sides settled.
+        swapped: as `swapped_shares` has it.
+    """
+    lattice = lattice_of(lung.lung)
+    final = _sampled(labels, scan.grid, lattice, 0)
+    mask = final == lung.lung.label.value
+    if not mask.any():
+        return None
+    logits = _sampled(lung.logits, lung.grid, lattice, -20.0).astype(np.float32)
+    hu = np.nan_to_num(_sampled(scan.voxels, scan.grid, lattice, 0).astype(np.float32)) * scan.slope + scan.intercept
+    this = LUNGS.index(lung.lung.label)
+    mine, other = (
+        _sampled(coarse.lungs[side], coarse.grid, lattice, 0.0).astype(np.float32) for side in (this, 1 - this)
+    )
+    located = (mine >= other) & (mine + other > 0.5)
+    volume_ml = _count(mask) * lattice.voxel_volume_ml
+    border = _border_share(mask)
+    return Signs(
+        disagreement=1 - _dice(mask, located),
+        doubt=1 - _expected_dice(mask, 1 / (1 + np.exp(-logits))),
+        coarse_doubt=1 - _expected_dice(located, mine),
+        border=border,
+        dense=float(np.mean(hu[mask] > DENSE_HU)),
+        missed=_missed(hu, final, mask),
+        discarded=_share(logits > SURE_LOGIT, ~mask),
+        swapped=swapped,
+        odd_hu=_outside(float(hu[mask].mean()), *MEAN_HU) / 100,
+        odd_volume=_outside(math.log(volume_ml), *(math.log(ml) for ml in VOLUME_ML)) if border == 0 else 0.0,
+    )
+
+
+def compared(signs: Signs, volume_ml: float, other_ml: float) -> Signs:
+    """The signs with how unlike the volumes of both lungs are."""
+    if min(volume_ml, other_ml) <= 0:
+        return signs
+    return replace(signs, imbalance=min(abs(math.log(volume_ml / other_ml)), 2.0))
+
+
+def swapped_shares(said: Coarse, settled: Coarse) -> tuple[float, float]:
+    """The share of the right and of the left lung that stage 1 had called by the other name."""
+    some = (slice(None), *(slice(None, None, 2 if n > 64 else 1) for n in said.grid.shape))
+    before, after = said.lungs[some], settled.lungs[some]
+    found = after.sum(dim=0) > 0.5
+    was_right, is_right = before[0] >= before[1], after[0] >= after[1]
+    right = float((found & is_right & ~was_right).sum()) / max(1, int((found & is_right).sum()))
+    left = float((found & ~is_right & was_right).sum()) / max(1, int((found & ~is_right).sum()))
+    return right, left
+
+
+def missing_reason(label: Label, other: Refined | None, scan_grid: Grid) -> tuple[str, ...]:
+    """Why a lung that was not found is worth a look: the place where it should be is in the scan.
+
+    Args:
+        label: the lung that was not found.
+        other: the lung that was; None where none was.
+        scan_grid: canonical.
+    """
+    if other is None:
+        return ("no lung was found in this scan",)
+    box, axis = box_on(other, scan_grid), 0
+    beyond = scan_grid.shape[axis] - box.stop[axis] if label == RIGHT_LUNG else box.start[axis]
+    if beyond * scan_grid.spacing_mm[axis] < ROOM_MM:
+        return ()
+    return (f"no {label.title} was found although its place is in the scan",)
+
+
+def lattice_of(lung: LungBox) -> Grid:
+    """Points of the coarse grid in a lung's box, every one or every second, third, ... along each axis."""
+    inner = lung.grid.cropped(lung.box)
+    step = max(1, math.ceil((math.prod(inner.shape) / LATTICE_POINTS) ** (1 / 3)))
+    shape = tuple(-(-n // step) for n in inner.shape)
+    affine = inner.affine.copy()
+    affine[:3, :3] *= step
+    return Grid((shape[0], shape[1], shape[2]), affine)
+
+
+def _sampled(array: Tensor | Values, grid: Grid, lattice: Grid, outside: float) -> Values:
+    """(lattice) the nearest values of an array whose grid has the lattice's directions."""
+    ends = grid.index(lattice.world([(0, 0, 0), [n - 1 for n in lattice.shape]]))
+    rows = [np.rint(np.linspace(ends[0, a], ends[1, a], lattice.shape[a])).astype(np.int64) for a in range(3)]
+    used = [(row >= 0) & (row < n) for row, n in zip(rows, grid.shape, strict=True)]
+    values: Values = np.full(lattice.shape, outside, dtype=np.float32)
+    taken = _taken(array, [row[keep] for row, keep in zip(rows, used, strict=True)])
+    values[np.ix_(*used)] = taken
+    return values
+
+
+def _taken(array: Tensor | Values, rows: Sequence[npt.NDArray[np.int64]]) -> Values:
+    if isinstance(array, Tensor):
+        for axis, row in enumerate(rows):
+            array = array.index_select(axis, torch.from_numpy(row).to(array.device))
+        return array.float().cpu().numpy()
+    return array[np.ix_(*rows)]
+
+
+def _count(what: Values) -> int:
+    return int(np.count_nonzero(what))
+
+
+def _dice(a: Mask, b: Mask) -> float:
+    return 2 * _count(a & b) / max(1, _count(a) + _count(b))
+
+
+def _expected_dice(mask: Mask, probability: Values) -> float:
+    """The Dice of a mask that its voxels' own probabilities, taken for independent, let one expect."""
+    return 2 * float(probability[mask].sum()) / max(1.0, _count(mask) + float(probability.sum()))
+
+
+def _share(of: Mask, what: Mask) -> float:
+    return _count(of & what) / max(1, _count(of))
+
+
+def _missed(hu: Values, final: Values, mask: Mask) -> float:
+    low, high = AERATED_HU
+    aerated = (hu > low) & (hu < high) & (final == 0)
+    return min(1.0, _count(aerated) / _count(mask))
+
+
+def _border_share(mask: Mask) -> float:
+    """Of all faces between inside and outside, those on the lattice's own faces: there the lung may go on."""
+    inner = sum(_count(np.diff(mask.view(np.int8), axis=axis)) for axis in range(3))
+    outer = sum(_count(mask.take(end, axis=axis)) for axis in range(3) for end in (0, -1))
+    return outer / max(1, inner + outer)
+
+
+def _outside(value: float, low: float, high: float) -> float:
+    return max(low - value, value - high, 0.0)
