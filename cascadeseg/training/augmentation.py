@@ -262,7 +262,7 @@ def _damaged(prior: Tensor, probability: float, random: Generator) -> Tensor:
     if not _chance(probability, random):
         return prior
     shape = torch.tensor(prior.shape[1:])
-    coarse = F.avg_pool3d(prior[None], 8, ceil_mode=True)
+    coarse = F.avg_pool3d(prior[None], [min(8, n) for n in prior.shape[1:]], ceil_mode=True)
     prior = F.interpolate(coarse, size=prior.shape[1:], mode="trilinear", align_corners=False)[0]
     centre = (torch.rand(3, generator=random) * shape).tolist()
     radius = 10 + 30 * float(torch.rand((), generator=random))
