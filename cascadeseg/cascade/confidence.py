@@ -3,7 +3,7 @@
 Everything is looked up on a coarse lattice in the lung's own box (at most `LATTICE_POINTS` points), so that it costs
 milliseconds and no memory to speak of. Each sign of trouble grows with doubt; a logistic model of few coefficients,
 none of them negative, turns them into the probability that the mask's Dice is at least 0.9. The coefficients belong to
-the weights whose errors they were fitted on (``scripts/calibrate.py``), so they are kept with them, in the model's notes.
+the weights whose errors they were fitted on (``scripts/calibrate.py``), so they lie with them, in the model's notes.
 """
 
 from __future__ import annotations
@@ -271,7 +271,7 @@ def _missed(hu: Values, final: Values, mask: Mask) -> float:
 def _border_share(mask: Mask) -> float:
     """Of all faces between inside and outside, those on the lattice's own faces: there the lung may go on."""
     inner = sum(_count(np.diff(mask.view(np.int8), axis=axis)) for axis in range(3))
-    outer = sum(_count(mask.take(end, axis=axis)) for axis in range(3) for end in (0, -1))
+    outer = sum(_count(mask.take([end], axis=axis)) for axis in range(3) for end in (0, -1))
     return outer / max(1, inner + outer)
 
 

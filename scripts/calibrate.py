@@ -1,0 +1,290 @@
+"""Fits the confidence of a model's masks on synthetic scans that are meant to break it, and tests it on others.
+
+    python scripts/calibrate.py OUT [--model DIR] [--count 400] [--workers 2] [--write]
+
+Half of the scans (their seeds from 700000) are fitted on, the other half (from 800000) only tested. Every second kind
+of scan is sick, noisy or oddly cut, the others are broken as files are: wrong HU, wrong spacing, upside down, slices
+lost. OUT gets one JSON file a scan in a folder named by the model's hash, confidence.json and table.md; a scan that is
+there is not done again, so it can be interrupted. ``--write`` puts the calibration into the notes of the model's
+model.json, next to the weights it was fitted to; their hash stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from phantoms import dice, made, rendered
+
+from cascadeseg import Segmenter
+from cascadeseg.atomic import replace_text
+from cascadeseg.cascade.confidence import NOTE, Calibration, Signs, features, judged
+from cascadeseg.formats import Scan
+from cascadeseg.geometry import Box, Grid
+from cascadeseg.network import load_model, shipped_model
+from cascadeseg.synthesis import PRESETS, Patient, sample_patient
+
+FIT_SEED, TEST_SEED = 700_000, 800_000
+GOOD_DICE = 0.9
+FALSE_ALARMS = 0.03
+"""Of the good masks fitted on; the bar for those tested on is 5 %."""
+SMALLEST_ML = 5.0
+"""What of a lung must be in the scan for its absence from the mask to be an error."""
+
+Random = np.random.Generator
+Case = tuple[Scan, np.ndarray[Any, Any]]
+
+
+# ------------------------------------------------------------------------------------ scans that are hard
+
+
+def patient_of(seed: int, kind: str, random: Random) -> Patient:
+    """A patient of one of the kinds below; the broken kinds begin with a chest like any other."""
+    sick = ["covid", "effusion", "emphysema", "fibrosis", "oncology", "intensive_care"]
+    presets = {"as they come": "default", "sick": str(random.choice(sick)), "partial": "partial"}
+    presets |= {"one lung": "one_lung", "abdomen": "abdomen"}
+    patient = sample_patient(seed, PRESETS[presets.get(kind, str(random.choice(["healthy", *sick])))])
+    findings, scanner, side = patient.findings, patient.scanner, int(random.integers(2))
+    pair = (1.0, 0.0) if side == 0 else (0.0, 1.0)
+    if kind == "solid":
+        findings = replace(findings, consolidation=1.0, consolidation_extent=random.uniform(0.4, 1.1))
+    elif kind == "white":
+        findings = replace(findings, white=pair)
+    elif kind == "effusion":
+        findings = replace(findings, effusion=tuple(random.uniform(30, 140, 2)), compression=(20.0, 20.0))
+    elif kind == "pneumothorax":
+        findings = replace(findings, pneumothorax=tuple(random.uniform(20, 100) * s for s in pair))
+    elif kind == "missing":
+        findings = replace(findings, missing=tuple(int(s) for s in pair))
+    elif kind == "noise":
+        scanner = replace(scanner, noise_hu=random.uniform(100, 600), streaks_hu=random.uniform(0, 150))
+    return replace(patient, findings=findings, scanner=scanner)
+
+
+def wrong_offset(scan: Scan, labels: np.ndarray[Any, Any], random: Random) -> Case:
+    offset = random.choice([-1, 1]) * random.uniform(100, 1100)
+    return replace(scan, intercept=scan.intercept + offset), labels
+
+
+def wrong_slope(scan: Scan, labels: np.ndarray[Any, Any], random: Random) -> Case:
+    return replace(scan, slope=random.choice([random.uniform(0.2, 0.7), random.uniform(1.4, 3.0)])), labels
+
+
+def clipped(scan: Scan, labels: np.ndarray[Any, Any], random: Random) -> Case:
+    low, high = [(-160, 240), (-1000, -150), (-600, 200), (-1350, -700)][int(random.integers(4))]
+    return replace(scan, voxels=scan.voxels.clip(low, high)), labels
+
+
+def upside_down(scan: Scan, labels: np.ndarray[Any, Any], random: Random) -> Case:
+    return replace(scan, voxels=scan.voxels[:, :, ::-1].copy()), labels[:, :, ::-1]
+
+
+def turned(scan: Scan, labels: np.ndarray[Any, Any], random: Random) -> Case:
+    """Axes exchanged in a header that does not say so."""
+    order = [(0, 2, 1), (2, 1, 0), (1, 0, 2)][int(random.integers(3))]
+    spacing = [scan.grid.spacing_mm[axis] for axis in order]
+    voxels = scan.voxels.transpose(order).copy()
+    return Scan(voxels, Grid.axis_aligned(voxels.shape, spacing), source=scan.source), labels.transpose(order)
+
+
+def wrong_spacing(scan: Scan, labels: np.ndarray[Any, Any], random: Random) -> Case:
+    factor = np.ones(3)
+    factor[[[2], [0, 1], [0, 1, 2]][int(random.integers(3))]] = random.choice(
+        [random.uniform(0.25, 0.6), random.uniform(1.7, 4)]
+    )
+    grid = Grid.axis_aligned(scan.grid.shape, np.asarray(scan.grid.spacing_mm) * factor)
+    return replace(scan, grid=grid), labels
+
+
+def cut_field(scan: Scan, labels: np.ndarray[Any, Any], random: Random) -> Case:
+    """A field of view through the lungs, somewhere."""
+    shape = np.asarray(scan.grid.shape)
+    size = np.maximum(1, (shape * random.uniform([0.25, 0.25, 0.1], [0.7, 0.7, 1.0])).astype(int))
+    start = (random.uniform(0, 1, 3) * (shape - size)).astype(int)
+    box = Box(tuple(map(int, start)), tuple(map(int, start + size)))
+    cut = replace(scan, voxels=scan.voxels[box.slices].copy(), grid=scan.grid.cropped(box))
+    return cut, labels[box.slices]
+
+
+def lost_slices(scan: Scan, labels: np.ndarray[Any, Any], random: Random) -> Case:
+    """A stack that was put together without a block in the middle, or out of order."""
+    order = np.arange(scan.grid.shape[2])
+    if random.uniform() < 0.5:
+        order = np.roll(order, int(len(order) * random.uniform(0.3, 0.7)))
+    else:
+        start, length = (int(len(order) * share) for share in (random.uniform(0.2, 0.5), random.uniform(0.15, 0.4)))
+        order = np.delete(order, np.arange(start, start + length))
+    grid = Grid((*scan.grid.shape[:2], len(order)), scan.grid.affine)
+    return replace(scan, voxels=scan.voxels[:, :, order].copy(), grid=grid), labels[:, :, order]
+
+
+def smeared(scan: Scan, labels: np.ndarray[Any, Any], random: Random) -> Case:
+    """Averaged over centimetres, as by a wrong reconstruction or by motion."""
+    size = [2 * round(random.uniform(4, 16) / mm / 2) + 1 for mm in scan.grid.spacing_mm]
+    hu = torch.from_numpy(scan.voxels.astype(np.float32))[None, None]
+    padding = [n // 2 for n in reversed(size) for _ in range(2)]
+    blurred = F.avg_pool3d(F.pad(hu, padding, mode="replicate"), size, stride=1)[0, 0]
+    return replace(scan, voxels=blurred.round().numpy().astype(np.int16)), labels
+
+
+HARD = ("as they come", "sick", "solid", "white", "effusion", "pneumothorax", "missing", "noise", "thick", "partial",
+        "one lung", "abdomen")  # fmt: skip
+BROKEN: dict[str, Callable[[Scan, np.ndarray[Any, Any], Random], Case]] = {
+    "wrong offset": wrong_offset,
+    "wrong slope": wrong_slope,
+    "clipped": clipped,
+    "upside down": upside_down,
+    "turned": turned,
+    "wrong spacing": wrong_spacing,
+    "cut field": cut_field,
+    "lost slices": lost_slices,
+    "smeared": smeared,
+}
+KINDS = tuple(kind for pair in zip(HARD, [*BROKEN, *BROKEN][: len(HARD)], strict=True) for kind in pair)
+
+
+def stressed(seed: int) -> tuple[str, Scan, np.ndarray[Any, Any]]:
+    """The kind, the scan and the labels of a seed; small, as thick and coarse voxels make it."""
+    kind, random = KINDS[seed % len(KINDS)], np.random.default_rng(seed)
+    patient = patient_of(seed, kind, random)
+    in_plane, slices = random.uniform(1.6, 3.0), random.uniform(1.5, 5.0)
+    scan, phantom = rendered(patient, (in_plane, in_plane, random.uniform(6, 15) if kind == "thick" else slices))
+    labels = phantom.labels.numpy()
+    if kind in BROKEN:
+        scan, labels = BROKEN[kind](scan, labels, random)
+    return kind, scan, labels
+
+
+def judged_scan(segmenter: Segmenter, seed: int) -> dict[str, Any]:
+    """One scan, segmented: each lung's Dice, and what the cascade itself says of it."""
+    kind, scan, labels = stressed(seed)
+    result = segmenter.segment(scan)
+    lungs = [
+        {
+            "side": lung.label.side,
+            "dice": dice(result.labels, labels, lung.label.value),
+            "volume_ml": lung.volume_ml,
+            "reference_ml": float(np.count_nonzero(labels == lung.label.value)) * scan.grid.voxel_volume_ml,
+            "reasons": list(lung.reasons),
+            "signs": asdict(lung.signs) if lung.signs else None,
+        }
+        for lung in result.lungs
+    ]
+    return {"seed": seed, "kind": kind, "lungs": lungs}
+
+
+# ------------------------------------------------------------------------------------ fitting and testing
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """One lung: how good its mask was, and what was seen of it (None: there is no mask)."""
+
+    kind: str
+    dice: float
+    signs: Signs | None
+    reasons: tuple[str, ...]
+
+    @property
+    def good(self) -> bool:
+        return self.dice >= GOOD_DICE
+
+
+def judgements(scans: list[dict[str, Any]]) -> list[Judgement]:
+    """Of all lungs that have a mask, or should have one."""
+    found = []
+    for scan in scans:
+        for lung in scan["lungs"]:
+            signs = Signs(**lung["signs"]) if lung["signs"] else None
+            if signs is not None or lung["reference_ml"] >= SMALLEST_ML:
+                found.append(Judgement(scan["kind"], lung["dice"] or 0.0, signs, tuple(lung["reasons"])))
+    return found
+
+
+def fitted(masks: list[Judgement], rounds: int = 20_000, ridge: float = 1e-3) -> Calibration:
+    """Logistic regression with weights that are not negative, by projected gradients."""
+    names = list(features(masks[0].signs))
+    x = np.array([list(features(mask.signs).values()) for mask in masks])
+    y = np.array([mask.good for mask in masks], dtype=float)
+    bias, weights = 0.0, np.zeros(len(names))
+    for _ in range(rounds):
+        error = 1 / (1 + np.exp(-(bias - x @ weights))) - y
+        bias -= 0.5 * error.mean()
+        weights = np.maximum(0, weights - 0.5 * (ridge * weights - x.T @ error / len(y)))
+    kept = {name: round(float(weight), 3) for name, weight in zip(names, weights, strict=True) if weight > 1e-3}
+    calibration = Calibration(round(float(bias), 3), kept, 0.0)
+    good = [calibration.quality(mask.signs) for mask in masks if mask.good]
+    return replace(calibration, review_below=round(float(np.quantile(good, FALSE_ALARMS)), 3))
+
+
+def reviewed(one: Judgement, calibration: Calibration) -> bool:
+    """Whether the verdict on a lung is ``review``."""
+    return bool(judged(one.signs, calibration)[1] if one.signs else one.reasons)
+
+
+def table(rows: list[Judgement], calibration: Calibration) -> str:
+    """By kind of scan: masks that should be looked at and are, and masks that should not and are all the same."""
+    lines = ["| scans | masks with Dice < 0.9 | caught | good masks | false alarms | lungs without a mask | caught |"]
+    lines.append("|---" * 7 + "|")
+    for kind in (*dict.fromkeys(KINDS), "**all**"):
+        mine = [row for row in rows if kind in (row.kind, "**all**")]
+        cells = []
+        masks, missed = [row for row in mine if row.signs], [row for row in mine if not row.signs]
+        bad, good = [row for row in masks if not row.good], [row for row in masks if row.good]
+        for group in (bad, good, missed):
+            told = sum(reviewed(row, calibration) for row in group)
+            cells += [str(len(group)), f"{told} ({told / len(group):.1%})" if group else ""]
+        lines.append(f"| {kind} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def reliability(rows: list[Judgement], calibration: Calibration) -> str:
+    """Whether masks of a quality are as often good as it says."""
+    masks = [row for row in rows if row.signs]
+    quality = np.array([calibration.quality(mask.signs) for mask in masks])
+    good = np.array([mask.good for mask in masks])
+    lines = ["| quality | masks | mean quality | share with Dice >= 0.9 |", "|---|---|---|---|"]
+    for low, high in ((0, 0.2), (0.2, 0.5), (0.5, 0.8), (0.8, 0.95), (0.95, 1.01)):
+        here = (quality >= low) & (quality < high)
+        if here.any():
+            cells = f"{here.sum()} | {quality[here].mean():.2f} | {good[here].mean():.2f}"
+            lines.append(f"| {low:g} to {min(high, 1):g} | {cells} |")
+    return "\n".join([*lines, "", f"Brier score {np.mean((quality - good) ** 2):.3f}."]) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--model", help="a model folder; default: the shipped one")
+    parser.add_argument("--count", type=int, default=400, help="scans in all; default 400")
+    parser.add_argument("--workers", type=int, default=1, help="processes; default 1")
+    parser.add_argument("--write", action="store_true", help="put the calibration into the model's notes")
+    options = parser.parse_args()
+    folder = Path(options.model) if options.model else shipped_model()
+    record = options.output / load_model(folder).sha256[:12]
+    halves = []
+    for seed in (FIT_SEED, TEST_SEED):
+        jobs = {record / f"{seed + n}.json": (seed + n,) for n in range(options.count // 2)}
+        halves.append(judgements(made(jobs, judged_scan, options.model, options.workers)))
+    fit, test = halves
+    calibration = fitted([mask for mask in fit if mask.signs])
+    text = f"Fitted on:\n\n{table(fit, calibration)}\nTested on:\n\n{table(test, calibration)}\n"
+    text += reliability(test, calibration) + f"\n{calibration}\n"
+    (options.output / "table.md").write_text(text, encoding="utf-8")
+    (options.output / "confidence.json").write_text(json.dumps(asdict(calibration), indent=1) + "\n", encoding="utf-8")
+    print(text)
+    if options.write:
+        description = json.loads((folder / "model.json").read_text(encoding="utf-8"))
+        description["notes"][NOTE] = asdict(calibration)
+        replace_text(folder / "model.json", json.dumps(description, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
