@@ -32,6 +32,11 @@ if TYPE_CHECKING:
     from cascadeseg.outputs import Job
 
 DONE, MISTAKE, SOME_FAILED, INTERRUPTED = 0, 2, 3, 130
+TRAIN_EXAMPLES = """examples, which need no data:
+  cascadeseg train --stage 1 -o runs/one
+  cascadeseg train --stage 2 -o runs/two --set locator=runs/one/model optimisation.steps=5000
+  cascadeseg train --stage 2 -o runs/two --resume
+"""
 DEVICES = re.compile(r"auto|cpu|cuda|cuda:\d+|mps")
 Progress = Callable[[str, float], None]
 _T = TypeVar("_T")
@@ -170,6 +175,8 @@ def _add_synth(commands: Any) -> None:
 
 def _add_train(commands: Any) -> None:
     parser = _command(commands, _run_train, "Train one stage of the cascade.")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = TRAIN_EXAMPLES
     add = parser.add_argument
     add("--stage", type=int, choices=(1, 2), required=True, help="1, the locator, or 2, the refiner")
     add(
@@ -182,16 +189,17 @@ def _add_train(commands: Any) -> None:
     recipe.add_argument("--preset", metavar="NAME", help="another recipe of ours: smoke (minutes on a CPU), gpu")
     add(
         "--set",
-        action="append",
+        nargs="+",
+        action="extend",
         default=[],
         metavar="KEY=VALUE",
-        help="change one value of the recipe: section.key=value",
+        help="change values of the recipe, section.key=value; the run's config.toml shows all keys",
     )
     add("--init", metavar="MODEL", help="start from these weights: 'shipped', or a model folder")
-    add("--output", metavar="RUN", help="the run's folder; default: runs/stage1 or runs/stage2")
-    add("--resume", action="store_true", help="go on with the run in that folder")
+    add("-o", "--output", metavar="RUN", help="the run's folder; default: runs/stage1 or runs/stage2")
+    add("--resume", action="store_true", help="go on with the run in that folder, by its own recipe")
     add("--time-limit", type=_positive(float), metavar="MIN", help="save and stop after so many minutes")
-    add("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps")
+    add("--device", default="auto", help="auto (default), cpu, cuda, cuda:N or mps")
     add("--devices", type=_positive(int), default=1, metavar="N", help="how many of them on each machine; default 1")
     add("--nodes", type=_positive(int), default=1, metavar="N", help="machines (torchrun or SLURM); default 1")
     add("--quiet", action="store_true", help="no progress")
@@ -580,8 +588,8 @@ def _preset(name: str) -> Any:
 
 def _run_train(options: argparse.Namespace) -> int:
     _check_device(options.device)
-    recipe = _recipe(options)
     output = Path(options.output or f"runs/stage{options.stage}")
+    recipe = _recipe(options, output)
     from cascadeseg.training.loop import train
     from cascadeseg.training.processes import Processes
 
@@ -604,8 +612,11 @@ def _run_train(options: argparse.Namespace) -> int:
     return DONE
 
 
-def _recipe(options: argparse.Namespace) -> Any:
-    """The stage's TOML with the overrides of the command line, ``--data`` and ``--init`` first."""
+def _recipe(options: argparse.Namespace, output: Path) -> Any:
+    """The recipe with the overrides of the command line, ``--data`` and ``--init`` first.
+
+    It is the one that was asked for; else, of a run to go on with, its own; else the stage's.
+    """
     import json
 
     from cascadeseg import config
@@ -613,7 +624,13 @@ def _recipe(options: argparse.Namespace) -> Any:
 
     asked = {"data.source": options.data, "init": options.init}
     overrides = [f"{key}={json.dumps(value)}" for key, value in asked.items() if value]
-    path = Path(options.config) if options.config else _shipped_recipe(options.stage, options.preset)
+    begun = output / "config.toml"
+    if options.config:
+        path = Path(options.config)
+    elif options.resume and not options.preset and begun.exists():
+        path = begun
+    else:
+        path = _shipped_recipe(options.stage, options.preset)
     recipe = config.load(path, TrainingConfig, [*overrides, *options.set])
     if recipe.stage != options.stage:
         raise ConfigError(path, f"a recipe for stage {recipe.stage}", f"one for --stage {options.stage}")

@@ -38,8 +38,8 @@ OPTIONS = {
     "check": "SCAN --series --volume",
     "evaluate": "PRED REF --json --csv",
     "synth": "OUT --count --seed --spacing --preset --quiet",
-    "train": "--stage --data --config --preset --set --init --output --resume --time-limit --device --devices --nodes"
-    " --quiet",
+    "train": "--stage --data --config --preset --set --init -o/--output --resume --time-limit --device --devices"
+    " --nodes --quiet",
 }
 """The command line as its users know it: a change here is a change for them, and belongs in the changelog."""
 
@@ -661,10 +661,38 @@ def test_train_hands_the_recipe_on(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         return output / "model"
 
     monkeypatch.setattr(loop, "train", fake)
-    assert run("train", "--stage", "2", "--data", 'a "b"', "--set", "optimisation.steps=7", "--resume") == 0
+    several = ("--set", "optimisation.steps=7", "name=x y", "--set", "locator=runs/one/model")
+    assert run("train", "--stage", "2", "--data", 'a "b"', *several, "--resume") == 0
     assert (seen["config"].stage, seen["config"].data.source, seen["config"].optimisation.steps) == (2, 'a "b"', 7)
+    assert (seen["config"].name, seen["config"].locator) == ("x y", "runs/one/model")
     assert (seen["output"], seen["resume"], seen["device"]) == (Path("runs/stage2"), True, "auto")
     assert "runs/stage2/model" in capsys.readouterr().out
+    assert run("train", "--stage", "1", "-o", "elsewhere") == 0
+    assert (seen["output"], seen["resume"]) == (Path("elsewhere"), False)
+
+
+def test_a_run_goes_on_by_its_own_recipe(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from cascadeseg import config
+    from cascadeseg.training import loop
+
+    seen: list[Any] = []
+
+    def fake(recipe: Any, output: Path, **options: Any) -> Path:
+        seen.append(recipe)
+        output.mkdir(exist_ok=True)
+        (output / "config.toml").write_text(config.dump(recipe))
+        return output / "model"
+
+    monkeypatch.setattr(loop, "train", fake)
+    assert run("train", "--stage", "1", "-o", "mine", "--set", "optimisation.steps=7") == 0
+    assert run("train", "--stage", "1", "-o", "mine", "--resume") == 0
+    assert seen[0] == seen[1]
+    assert run("train", "--stage", "2", "-o", "mine", "--resume") == 2
+    assert "a recipe for stage 1; expected one for --stage 2" in capsys.readouterr().err
+    assert run("train", "--stage", "1", "-o", "mine") == 0
+    assert seen[2] != seen[0]
 
 
 # ---------------------------------------------------------------------------------------------------- whole process
