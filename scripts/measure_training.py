@@ -1,11 +1,12 @@
 """What each memory trick of training saves, and costs: one stage-2 step on a whole single-lung crop.
 
     python scripts/measure_training.py                     # on a GPU where there is one, else on the processor
-    python scripts/measure_training.py --rows plain all    # some rows only
+    python scripts/measure_training.py --write docs/training.md
+    python scripts/measure_training.py --rows plain all --shape 64 64 64
 
 Every row is a process of its own, so that peaks do not mix: one step to warm up, then the measured ones. On CUDA the
 peak is what torch allocated; on a processor what the process's resident memory grew by at its largest. Prints a
-Markdown table.
+Markdown table; with ``--write`` it also replaces the one of the same kind of device in a page.
 """
 
 from __future__ import annotations
@@ -13,12 +14,19 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import statistics
 import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
 
 SHAPE = (160, 224, 320)
 RECIPE = Path(__file__).parent.parent / "configs" / "stage2.toml"
@@ -37,54 +45,96 @@ class Tricks:
     channels_last: bool = False
     amp: bool = False
     checkpointing: bool = False
-    optimiser: str = "adamw"
+    optimiser: Literal["adamw", "sgd", "adafactor"] = "adamw"
     batch: int = 1
     micro_batch: int = 1
 
 
-ALL = Tricks(inplace=True, channels_last=True, amp=True, checkpointing=True)
+PLAIN = Tricks()
+SHIPPED = Tricks(inplace=True, channels_last=True, amp=True)
+ALL = replace(SHIPPED, checkpointing=True)
 ROWS = {
-    "plain": ("plain float32, AdamW", Tricks()),
+    "plain": ("plain: float32, AdamW", PLAIN),
     "inplace": ("in-place activations", Tricks(inplace=True)),
     "channels_last": ("channels-last", Tricks(channels_last=True)),
     "amp": ("AMP (bf16)", Tricks(amp=True)),
     "checkpointing": ("checkpointing", Tricks(checkpointing=True)),
-    "adafactor": ("Adafactor", Tricks(optimiser="adafactor")),
     "sgd": ("SGD", Tricks(optimiser="sgd")),
-    "shipped": ("in-place, channels-last, AMP", replace(ALL, checkpointing=False)),
-    "all": ("in-place, channels-last, AMP, checkpointing", ALL),
-    "all_adafactor": ("the same with Adafactor", replace(ALL, optimiser="adafactor")),
-    "two_at_once": ("all, two crops at once", replace(ALL, batch=2, micro_batch=2)),
-    "two_accumulated": ("all, two crops accumulated", replace(ALL, batch=2)),
+    "adafactor": ("Adafactor", Tricks(optimiser="adafactor")),
+    "shipped": ("in-place, channels-last, AMP (the shipped recipe)", SHIPPED),
+    "all": ("the same with checkpointing (the `gpu` recipe)", ALL),
+    "all_adafactor": ("the same with checkpointing and Adafactor", replace(ALL, optimiser="adafactor")),
+    "two_at_once": ("two crops at once, plain", replace(PLAIN, batch=2, micro_batch=2)),
+    "two_accumulated": ("two crops accumulated, plain", replace(PLAIN, batch=2)),
+    "all_two_at_once": ("two crops at once, all but Adafactor", replace(ALL, batch=2, micro_batch=2)),
+    "all_two_accumulated": ("two crops accumulated, all but Adafactor", replace(ALL, batch=2)),
 }
+COLUMNS = ("", "peak memory, GB", "of the plain step", "seconds a step")
 
 
 def main() -> None:
     """Measures every row in a new process and prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW")
-    parser.add_argument("--steps", type=int, default=2, help="measured ones; 0: memory alone")
-    parser.add_argument("--shape", type=int, nargs=3, default=SHAPE)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = _options()
     if options.one:
         print(json.dumps(measured(Tricks(**json.loads(options.one)), options.shape, options.steps, options.device)))
         return
-    print("| | peak memory, GB | seconds a step | device |\n|---|---|---|---|", flush=True)
+    lines = ["| " + " | ".join(COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
+    print(*lines, sep="\n", flush=True)
+    plain_gb, devices = math.nan, set()
     for row in options.rows:
         title, tricks = ROWS[row]
-        print(f"| {title} | {_cells(tricks, options)} |", flush=True)
+        found = _in_new_process(tricks, options)
+        if row == "plain":
+            plain_gb = found.get("peak_gb", math.nan)
+        devices |= {found["device"]} if "device" in found else set()
+        lines.append(f"| {title} | {_cells(found, plain_gb)} |")
+        print(lines[-1], flush=True)
+    shape = " x ".join(map(str, options.shape))
+    lines += ["", f"{shape} voxels, {' and '.join(sorted(devices)) or 'nothing measured'}."]
+    print(*lines[-2:], sep="\n")
+    if options.write:
+        _write(options.write, "cuda" if not any("processor" in name for name in devices) else "processor", lines)
 
 
-def _cells(tricks: Tricks, options: argparse.Namespace) -> str:
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=", ".join(ROWS))
+    parser.add_argument("--steps", type=int, default=2, help="measured ones; 0: memory alone")
+    parser.add_argument("--shape", type=int, nargs=3, default=SHAPE)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="replace the table in this Markdown page")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def _in_new_process(tricks: Tricks, options: argparse.Namespace) -> dict[str, Any]:
+    """What a row's process measured, or ``failed``: why there is nothing."""
     command = [sys.executable, __file__, "--one", json.dumps(asdict(tricks)), "--steps", str(options.steps)]
     command += ["--device", options.device, "--shape", *map(str, options.shape)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        return f"failed: {done.stderr.strip().splitlines()[-1][:80] if done.stderr.strip() else 'killed'} | | "
-    found = json.loads(done.stdout.splitlines()[-1])
-    return f"{found['peak_gb']:.2f} | {found['seconds']:.2f} | {found['device']}"
+        said = done.stderr.strip().splitlines()
+        return {"failed": said[-1][:80] if said else "killed: out of memory?"}
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _cells(found: dict[str, Any], plain_gb: float) -> str:
+    if "failed" in found:
+        return f"{found['failed']} | | "
+    share = "" if math.isnan(plain_gb) else f"{found['peak_gb'] / plain_gb:.0%}"
+    seconds = "" if math.isnan(found["seconds"]) else f"{found['seconds']:.2f}"
+    return f"{found['peak_gb']:.2f} | {share} | {seconds}"
+
+
+def _write(page: Path, kind: str, lines: list[str]) -> None:
+    """Puts the table between the page's marks of its kind of device."""
+    begin, end = f"<!-- memory on {kind} -->", f"<!-- end of memory on {kind} -->"
+    text = page.read_text(encoding="utf-8")
+    if begin not in text or end not in text:
+        sys.exit(f"{page}: expected a place for the table between {begin} and {end}")
+    table = "\n".join([begin, "", *lines, "", end])
+    page.write_text(re.sub(f"{begin}.*?{end}", lambda _: table, text, flags=re.DOTALL), encoding="utf-8")
 
 
 def measured(tricks: Tricks, shape: tuple[int, ...], steps: int, device: str) -> dict[str, object]:
@@ -113,7 +163,7 @@ def measured(tricks: Tricks, shape: tuple[int, ...], steps: int, device: str) ->
     return {"peak_gb": peak, "seconds": statistics.median(seconds) if seconds else math.nan, "device": name}
 
 
-def _step_of(tricks, shape, place):  # type: ignore[no-untyped-def]
+def _step_of(tricks: Tricks, shape: tuple[int, ...], place: torch.device) -> Callable[[], None]:
     """A function that takes one optimiser step over random crops."""
     import torch
 
@@ -126,7 +176,7 @@ def _step_of(tricks, shape, place):  # type: ignore[no-untyped-def]
     torch.manual_seed(0)
     network = UNet(config.load(RECIPE, TrainingConfig).unet, checkpoint_blocks=tricks.checkpointing).to(place).train()
     layout = torch.channels_last_3d if tricks.channels_last else torch.contiguous_format
-    network = network.to(memory_format=layout)
+    network = network.to(memory_format=layout)  # type: ignore[call-overload]
     for module in network.modules():
         if isinstance(module, torch.nn.ReLU):
             module.inplace = tricks.inplace
@@ -140,7 +190,7 @@ def _step_of(tricks, shape, place):  # type: ignore[no-untyped-def]
             with torch.autocast(place.type, torch.bfloat16, enabled=tricks.amp):
                 logits = network(image)
             loss, _ = supervised_loss(logits, labels)
-            (loss * tricks.micro_batch / tricks.batch).backward()
+            torch.autograd.backward(loss * tricks.micro_batch / tricks.batch)
         optimiser.step()
 
     return step

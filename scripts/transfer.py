@@ -186,7 +186,7 @@ def _measured(model: Path, scans: list[RealScan]) -> dict[str, Any]:
 
 
 def _mean(result: dict[str, Any]) -> float:
-    return statistics.mean(result["dice"].values())
+    return float(statistics.mean(result["dice"].values()))
 
 
 def _table(out: Path) -> str:
