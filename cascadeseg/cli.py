@@ -421,9 +421,15 @@ def _write_results(job: Job, result: Segmentation, seconds: dict[str, float]) ->
 def _summary(job: Job, result: Segmentation, seconds: dict[str, float]) -> str:
     split = ", ".join(f"{step} {value:.1f}" for step, value in seconds.items())
     return (
-        f"{job.scan}: {_volumes(result)}; {sum(seconds.values()):.1f} s ({split}); "
+        f"{job.scan}: {_volumes(result)}; {_verdict(result)}; {sum(seconds.values()):.1f} s ({split}); "
         f"peak {result.peak_memory_mb:,.0f} MB; {job.labels}"
     )
+
+
+def _verdict(result: Segmentation) -> str:
+    """Whether to look at the mask, in two words, and the quality where the model has one."""
+    quality = "" if result.quality is None else f", quality {result.quality:.2f}"
+    return f"verdict {result.verdict}{quality}"
 
 
 def _volumes(result: Segmentation) -> str:
@@ -437,7 +443,8 @@ def _details(job: Job, result: Segmentation) -> str:
     for lung in result.lungs:
         whole = f"touches the {' and '.join(lung.touches)} border" if lung.touches else "whole"
         hu = f"mean {lung.mean_hu:.0f} HU, {whole}" if lung.mean_hu is not None else "not found"
-        lines.append(f"{lung.label.title}: {hu}, crop grown {lung.regrown} times")
+        quality = "" if lung.quality is None else f", quality {lung.quality:.3f}"
+        lines.append(f"{lung.label.title}: {hu}, crop grown {lung.regrown} times, {lung.verdict}{quality}")
     lines += [f"wrote {path}" for path in job.outputs]
     return "\n".join(f"  {line}" for line in lines)
 

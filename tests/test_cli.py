@@ -251,7 +251,7 @@ def test_the_report_has_everything(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "r.json").read_text())
     assert set(report) == {
         "schema", "versions", "scan", "model", "device", "precision", "lungs", "seconds", "total_seconds",
-        "peak_memory_mb", "warnings", "outputs",
+        "peak_memory_mb", "warnings", "outputs", "verdict", "quality",
     }  # fmt: skip
     assert report["schema"] == 1
     assert report["versions"]["cascadeseg"] == cascadeseg.__version__
@@ -275,6 +275,10 @@ def test_the_report_has_everything(tmp_path: Path) -> None:
         "touches": [],
         "regrown": 0,
         "box_ras_mm": [[0, 0, 0], [1, 2, 3]],
+        "verdict": "ok",
+        "quality": None,
+        "reasons": [],
+        "signs": None,
     }
     assert (left["complete"], left["touches"]) == (False, ["superior"])
     assert list(report["seconds"]) == ["read", "locate", "refine", "write", "preview"]

@@ -318,6 +318,8 @@ def _concerns(lungs: tuple[LungResult, ...]) -> tuple[str, ...]:
         if lung.touches:
             where = " and ".join(lung.touches)
             concerns.append(f"the {lung.label.title} touches the {where} border of the scan: its volume may be partial")
+        if lung.volume_ml and lung.reasons:
+            concerns.append(f"look at the {lung.label.title}: {'; '.join(lung.reasons)}")
     return tuple(concerns)
 
 

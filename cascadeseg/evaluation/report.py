@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Mapping
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,8 @@ def report_json(result: Segmentation, outputs: Mapping[str, Path], seconds: Mapp
         "model": dict(result.model),
         "device": result.device,
         "precision": result.precision,
+        "verdict": result.verdict,
+        "quality": _rounded(result.quality),
         "lungs": [_lung(lung) for lung in result.lungs],
         "seconds": {step: round(value, 3) for step, value in seconds.items()},
         "total_seconds": round(sum(seconds.values()), 3),
@@ -89,4 +92,12 @@ def _lung(lung: LungResult) -> dict[str, Any]:
         "touches": list(lung.touches),
         "regrown": lung.regrown,
         "box_ras_mm": None if lung.box_mm is None else [list(map(float, corner)) for corner in lung.box_mm],
+        "verdict": lung.verdict,
+        "quality": _rounded(lung.quality),
+        "reasons": list(lung.reasons),
+        "signs": {name: _rounded(value) for name, value in asdict(lung.signs).items()} if lung.signs else None,
     }
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 4)
