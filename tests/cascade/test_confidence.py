@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+from dataclasses import asdict, fields, replace
+
+import numpy as np
+import pytest
+import torch
+
+from cascadeseg.cascade.confidence import (
+    NOTABLE,
+    NOTE,
+    Calibration,
+    Signs,
+    compared,
+    judged,
+    lattice_of,
+    missing_reason,
+    signs_of,
+    swapped_shares,
+)
+from cascadeseg.cascade.crop import LungBox
+from cascadeseg.cascade.locate import Coarse
+from cascadeseg.cascade.refine import Refined
+from cascadeseg.geometry import Box, Grid
+from cascadeseg.labels import LEFT_LUNG, RIGHT_LUNG
+from tests.cascade.chest import chest, chest_grid, thresholding_segmenter, truth
+
+CLEAN = Signs(*[0.0] * len(fields(Signs)))
+CALIBRATION = Calibration(4.0, {"disagreement": 10.0, "doubt": 8.0}, 0.8)
+
+
+def parts(shift_mm: float = 0.0, sure: float = 8.0) -> tuple[Refined, Coarse]:
+    """The toy chest's right lung as both stages might have it: stage 1's shifted, stage 2's as sure as asked."""
+    grid = chest_grid((4.0, 4.0, 4.0))
+    affine = grid.affine.copy()
+    affine[0, 3] -= shift_mm
+    said = truth(Grid(grid.shape, affine))
+    coarse = Coarse(torch.from_numpy(np.stack([said == 1, said == 2]).astype(np.float16)), grid)
+    logits = torch.from_numpy(np.where(truth(grid) == 1, sure, -sure).astype(np.float32))
+    half = Box((grid.shape[0] // 2, 0, 0), grid.shape)
+    return Refined(LungBox(RIGHT_LUNG, half, grid), logits[half.slices], grid.cropped(half)), coarse
+
+
+def found(refined: Refined, coarse: Coarse, labels: np.ndarray | None = None, swapped: float = 0.0) -> Signs:
+    scan = chest(chest_grid((3.0, 3.0, 5.0)))
+    signs = signs_of(scan, truth(scan.grid) if labels is None else labels, refined, coarse, swapped)
+    assert signs is not None
+    return signs
+
+
+def test_a_mask_on_which_all_agree_has_no_sign_of_trouble():
+    signs = found(*parts())
+    assert all(value < 0.05 for value in asdict(signs).values()), signs
+    assert judged(signs, None) == (None, ())
+
+
+@pytest.mark.parametrize(
+    ("sign", "refined_and_coarse"),
+    [("disagreement", parts(shift_mm=40.0)), ("doubt", parts(sure=1.0)), ("swapped", (*parts(), None, 0.4))],
+)
+def test_each_sign_sees_its_trouble(sign, refined_and_coarse):
+    signs = found(*refined_and_coarse)
+    limit, words = NOTABLE[sign]
+    assert getattr(signs, sign) > limit
+    assert words in judged(signs, None)[1]
+
+
+def test_a_mask_that_misses_half_the_lung_is_seen_by_what_it_leaves_out():
+    scan = chest(chest_grid((3.0, 3.0, 5.0)))
+    labels = truth(scan.grid)
+    labels[:, :, : labels.shape[2] // 2] = 0
+    signs = found(*parts(), labels=labels)
+    assert signs.missed > 0.5
+    assert signs.discarded > 0.3
+    assert signs.disagreement > 0.2
+
+
+def test_a_mask_at_the_scans_border_and_one_of_tissue_are_seen():
+    scan = chest(chest_grid((3.0, 3.0, 5.0)))
+    labels = np.zeros(scan.grid.shape, np.uint8)
+    labels[-8:] = 1
+    signs = found(*parts(), labels=labels)
+    assert signs.border > 0.4
+    assert signs.dense == 1
+    assert found(*parts()).border == 0
+
+
+def test_an_empty_mask_has_no_signs():
+    scan = chest(chest_grid())
+    assert signs_of(scan, np.zeros(scan.grid.shape, np.uint8), *parts(), 0.0) is None
+
+
+def test_quality_never_grows_with_trouble():
+    clean = CALIBRATION.quality(CLEAN)
+    assert clean > 0.95
+    for name in CALIBRATION.weights:
+        worse = [CALIBRATION.quality(replace(CLEAN, **{name: value})) for value in (0.0, 0.01, 0.1, 0.5, 1.0)]
+        assert worse == sorted(worse, reverse=True)
+        assert worse[-1] < 0.1
+
+
+def test_the_verdict_follows_the_quality_and_says_why():
+    assert judged(CLEAN, CALIBRATION)[1] == ()
+    quality, reasons = judged(replace(CLEAN, doubt=0.4), CALIBRATION)
+    assert quality is not None
+    assert quality < 0.8
+    assert reasons == (NOTABLE["doubt"][1],)
+    # Trouble that is nowhere large: the largest share of it is named.
+    assert judged(replace(CLEAN, disagreement=0.12, doubt=0.05), CALIBRATION)[1] == (NOTABLE["disagreement"][1],)
+
+
+def test_a_model_keeps_its_calibration_in_its_notes():
+    assert Calibration.of({NOTE: asdict(CALIBRATION)}) == CALIBRATION
+    assert Calibration.of({"stage1_steps": 3}) is None
+
+
+def test_lungs_of_unlike_volume_are_noted():
+    assert compared(CLEAN, 1000, 100).imbalance == pytest.approx(2.0)
+    assert compared(CLEAN, 1000, 900).imbalance < 0.2
+    assert compared(CLEAN, 1000, 0) == CLEAN
+
+
+def test_sides_that_geometry_changed_are_counted():
+    lungs = torch.zeros(2, 8, 4, 4)
+    lungs[0] = 1.0
+    settled = lungs.clone()
+    settled[:, :4] = settled[:, :4].flip(0)
+    grid = Grid.axis_aligned((8, 4, 4), (2, 2, 2))
+    assert swapped_shares(Coarse(lungs, grid), Coarse(settled, grid)) == (0.0, 1.0)
+    assert swapped_shares(Coarse(lungs, grid), Coarse(lungs, grid)) == (0.0, 0.0)
+
+
+def test_a_lung_is_missed_only_where_it_could_be_seen():
+    refined, _ = parts()
+    wide = chest_grid((4.0, 4.0, 4.0))
+    middle = wide.shape[0] // 2
+    assert missing_reason(LEFT_LUNG, refined, wide) == ("no left lung was found although its place is in the scan",)
+    tight = wide.cropped(Box((middle - 5, 0, 0), wide.shape))
+    assert missing_reason(LEFT_LUNG, refined, tight) == ()
+    assert missing_reason(LEFT_LUNG, None, wide) == ("no lung was found in this scan",)
+
+
+def test_the_lattice_is_small_whatever_the_box():
+    grid = Grid.axis_aligned((500, 400, 900), (2, 2, 2))
+    lattice = lattice_of(LungBox(RIGHT_LUNG, Box.whole(grid.shape), grid))
+    assert np.prod(lattice.shape) < 500_000
+    assert np.allclose(lattice.world([n - 1 for n in lattice.shape]), grid.world([n - 1 for n in grid.shape]), atol=20)
+
+
+def test_the_cascade_says_ok_of_a_clear_chest_and_review_of_half_a_one():
+    scan = chest(chest_grid())
+    result = thresholding_segmenter().segment(scan)
+    assert result.verdict == "ok"
+    assert result.quality is None, "the toy model has no calibration"
+    voxels = scan.voxels.copy()
+    voxels[truth(scan.grid) == LEFT_LUNG.value] = 40
+    alone = thresholding_segmenter().segment(replace(scan, voxels=voxels))
+    assert [lung.verdict for lung in alone.lungs] == ["ok", "review"]
+    assert alone.verdict == "review"
