@@ -33,13 +33,18 @@ def main() -> None:
     parser.add_argument("--model")
     parser.add_argument("--device", default="auto")
     options = parser.parse_args()
-    options.output.mkdir(parents=True, exist_ok=True)
-    segmenter = Segmenter(options.model, device=options.device)
-    cases = [score(segmenter, path, options.output) for path in scans_of(options.scans)]
-    (options.output / "scores.json").write_text(json.dumps(cases, indent=2) + "\n")
+    print(validated(options.model, options.scans, options.output, options.device))
+
+
+def validated(model: str | Path | None, scans: Path, output: Path, device: str = "auto") -> str:
+    """Scores a model on a folder of scans; returns the table."""
+    output.mkdir(parents=True, exist_ok=True)
+    segmenter = Segmenter(model, device=device)
+    cases = [score(segmenter, path, output) for path in scans_of(scans)]
+    (output / "scores.json").write_text(json.dumps(cases, indent=2) + "\n")
     table = as_markdown(cases)
-    (options.output / "scores.md").write_text(table)
-    print(table)
+    (output / "scores.md").write_text(table)
+    return table
 
 
 def scans_of(folder: Path) -> list[Path]:
@@ -55,6 +60,8 @@ def score(segmenter: Segmenter, path: Path, output: Path) -> dict[str, Any]:
     (output / f"{name}.png").write_bytes(preview_png(result.scan, result.labels, name))
     case: dict[str, Any] = {"name": name, "warnings": result.warnings, "seconds": sum(result.seconds.values())}
     case["volumes_ml"] = [lung.volume_ml for lung in result.lungs]
+    case["verdicts"] = [lung.verdict for lung in result.lungs]
+    case["qualities"] = [lung.quality for lung in result.lungs]
     reference = path.with_name(f"{name}_ref.nii.gz")
     if reference.exists():
         labels, grid = read_labels(reference)
@@ -70,26 +77,27 @@ def plain(scores: LungScores) -> dict[str, float]:
 
 def as_markdown(cases: list[dict[str, Any]]) -> str:
     """A row a scan, right / left, and mean and worst of all lungs."""
-    lines = [f"| scan | {' | '.join(COLUMNS.values())} | volume error % |", "|---" * (len(COLUMNS) + 2) + "|"]
+    lines = [f"| scan | {' | '.join(COLUMNS.values())} | volume error % | verdict |", "|---" * (len(COLUMNS) + 3) + "|"]
     every = [lung for case in cases for lung in case.get("lungs", [])]
     for case in cases:
         if "lungs" in case:
             cells = [" / ".join(shown(key, lung[key]) for lung in case["lungs"]) for key in COLUMNS]
             error = " / ".join(f"{lung['volume_error_percent']:+.1f}" for lung in case["lungs"])
-            lines.append(f"| {case['name']} | {' | '.join(cells)} | {error} |")
+            lines.append(f"| {case['name']} | {' | '.join(cells)} | {error} | {' / '.join(case['verdicts'])} |")
         else:
             volumes = ", ".join(
                 f"{label.title} {ml:.0f} ml" for label, ml in zip(LUNGS, case["volumes_ml"], strict=True)
             )
-            lines.append(f"| {case['name']} | no reference: {volumes} |" + " |" * len(COLUMNS))
-    for title, summary in (("**mean**", np.mean), ("**worst**", None)):
+            blank = " |" * len(COLUMNS)
+            lines.append(f"| {case['name']} | no reference: {volumes} |{blank} {' / '.join(case['verdicts'])} |")
+    for title, summary in (("**mean**", np.mean), ("**worst**", None)) if every else ():
         cells = []
         for key in COLUMNS:
             values = [lung[key] for lung in every]
             worst = max if key == "hd95_mm" else min
             cells.append(shown(key, float((summary or worst)(values))))
         errors = [abs(lung["volume_error_percent"]) for lung in every]
-        lines.append(f"| {title} | {' | '.join(cells)} | {(summary or max)(errors):.1f} (absolute) |")
+        lines.append(f"| {title} | {' | '.join(cells)} | {(summary or max)(errors):.1f} (absolute) | |")
     return "\n".join(lines) + "\n"
 
 

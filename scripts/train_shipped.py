@@ -1,0 +1,197 @@
+"""Trains the shipped model from nothing: both stages on synthetic patients alone, in pieces of a few minutes.
+
+    python scripts/train_shipped.py OUT [--preset cpu|gpu|smoke] [--seed S] [--steps-scale F]
+                                    [--device auto] [--chunk-minutes 9] [--scans DIR] [--install]
+
+Run the same command until it says that it is finished: after each piece it ends with exit code 4, all saved. In a shell
+
+    while python scripts/train_shipped.py OUT --chunk-minutes 9; [ $? -eq 4 ]; do :; done
+
+Without ``--chunk-minutes`` it goes to the end at once. The recipes are those of configs/ (``--preset gpu``: their -gpu
+variants; ``smoke``: toys, to see the script work). ``--seed`` changes both the networks' chance and the patients;
+``--steps-scale 0.1`` takes a tenth of the steps, on the schedule that goes with them: cheap, to compare seeds.
+
+OUT/model is what `cascadeseg infer --model` takes; OUT/card.md is the part of the model card that can be written by a
+machine: hash, recipe, effort, and with ``--scans`` (see validate.py) the scores. ``--install`` puts the model into the
+package and that part into its card, between the lines that mark it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from cascadeseg import __version__
+from cascadeseg import config as configs
+from cascadeseg.atomic import replace_text
+from cascadeseg.network import Model, load_model, save_model, shipped_model
+from cascadeseg.training.config import TrainingConfig
+from cascadeseg.training.loop import train
+
+RECIPES = Path(__file__).parent.parent / "configs"
+SUFFIX = {"cpu": "", "gpu": "-gpu", "smoke": "-smoke"}
+SEED_STEP = 1_000_000
+"""Between the patients of two seeds: far more than any recipe draws."""
+UNFINISHED = 4
+BEGIN, END = "<!-- written by scripts/train_shipped.py -->", "<!-- end -->"
+
+
+def main() -> int:
+    options = _options()
+    began = time.monotonic()
+    for stage in (1, 2):
+        config = recipe(stage, options)
+        run = options.output / f"stage{stage}"
+        left_s = 60 * options.chunk_minutes - (time.monotonic() - began) if options.chunk_minutes else None
+        if steps_done(run, stage) < config.optimisation.steps:
+            if left_s is not None and left_s < 10:
+                return unfinished(stage, run, config)
+            trained(config, run, options.device, left_s)
+        if steps_done(run, stage) < config.optimisation.steps:
+            return unfinished(stage, run, config)
+    folder = combined(options)
+    scores = scored(folder, options) if options.scans else ""
+    card = as_card(folder, options, scores)
+    replace_text(options.output / "card.md", card)
+    if options.install:
+        install(folder, card)
+    print(f"{folder}: the model\n\n{card}")
+    return 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--preset", choices=SUFFIX, default="cpu", help="default cpu")
+    parser.add_argument("--seed", type=int, default=0, help="of networks and patients; default 0, the recipes' own")
+    parser.add_argument("--steps-scale", type=float, default=1.0, metavar="F", help="factor on both stages' steps")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps")
+    parser.add_argument(
+        "--chunk-minutes", type=float, default=0.0, metavar="M", help="stop after so long; default never"
+    )
+    parser.add_argument("--scans", type=Path, help="scans with references, to score the finished model on")
+    parser.add_argument("--install", action="store_true", help="put the finished model into the package")
+    parser.add_argument("--set1", nargs="+", default=[], metavar="KEY=VALUE", help="overrides of stage 1's recipe")
+    parser.add_argument("--set2", nargs="+", default=[], metavar="KEY=VALUE", help="overrides of stage 2's recipe")
+    return parser.parse_args()
+
+
+# ------------------------------------------------------------------------------------------------- training
+
+
+def recipe(stage: int, options: argparse.Namespace) -> TrainingConfig:
+    """A stage's recipe with the seed, the steps and the locator of this run."""
+    path = RECIPES / f"stage{stage}{SUFFIX[options.preset]}.toml"
+    overrides: Sequence[str] = options.set1 if stage == 1 else options.set2
+    config = configs.load(path, TrainingConfig, overrides)
+    steps = max(1, round(config.optimisation.steps * options.steps_scale))
+    optimisation = replace(config.optimisation, steps=steps, seed=config.optimisation.seed + options.seed)
+    data = replace(config.data, seed=config.data.seed + SEED_STEP * options.seed)
+    locator = str(options.output / "stage1" / "model") if stage == 2 else ""
+    return replace(config, data=data, optimisation=optimisation, locator=locator)
+
+
+def trained(config: TrainingConfig, run: Path, device: str, limit_s: float | None) -> None:
+    """Trains, or goes on, and adds the minutes to those of earlier pieces."""
+    record = run / "minutes.json"
+    before = json.loads(record.read_text(encoding="utf-8")) if record.exists() else 0.0
+    began = time.monotonic()
+    try:
+        train(config, run, resume=True, device=device, time_limit_s=limit_s, quiet=not sys.stderr.isatty())
+    finally:
+        if run.exists():
+            replace_text(record, json.dumps(round(before + (time.monotonic() - began) / 60, 2)) + "\n")
+
+
+def steps_done(run: Path, stage: int) -> int:
+    """Steps of the model that a run has saved."""
+    if not (run / "model" / "model.json").exists():
+        return 0
+    return int(load_model(run / "model").notes[f"stage{stage}_steps"])
+
+
+def unfinished(stage: int, run: Path, config: TrainingConfig) -> int:
+    done, steps = steps_done(run, stage), config.optimisation.steps
+    print(f"stage {stage}: step {done} of {steps}; run the same command again to go on", flush=True)
+    return UNFINISHED
+
+
+def combined(options: argparse.Namespace) -> Path:
+    """The model folder of both finished stages."""
+    first, second = (load_model(options.output / f"stage{stage}" / "model") for stage in (1, 2))
+    notes = {"training_data": "synthetic chest CT only", "recipe": options.preset, "seed": options.seed}
+    notes |= {**first.notes, **second.notes}
+    model = Model(first.locator, second.refiner, name=second.name, version=__version__, notes=notes)
+    folder: Path = options.output / "model"
+    save_model(model, folder)
+    return folder
+
+
+# ------------------------------------------------------------------------------------------------ the card
+
+
+def scored(folder: Path, options: argparse.Namespace) -> str:
+    """The table of the finished model's scores on real scans."""
+    from validate import validated
+
+    return validated(folder, options.scans, options.output / "validation", options.device)
+
+
+def as_card(folder: Path, options: argparse.Namespace, scores: str) -> str:
+    """What a machine can write of the model card."""
+    model = load_model(folder)
+    rows: list[tuple[str, Any]] = [("SHA-256", f"`{model.sha256}` (checked at every load)")]
+    command = f"python scripts/train_shipped.py OUT --preset {options.preset} --seed {options.seed}"
+    if options.steps_scale != 1:
+        command += f" --steps-scale {options.steps_scale:g}"
+    for number, overrides in ((1, options.set1), (2, options.set2)):
+        command += f" --set{number} {' '.join(overrides)}" if overrides else ""
+    rows += [("recipe", f"`{command}`"), ("size", f"{(folder / 'model.safetensors').stat().st_size / 1e6:.1f} MB")]
+    lines = [BEGIN, "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows), ""]
+    lines += ["| | stage 1 | stage 2 |", "|---|---|---|"]
+    lines += [f"| {name} | {first} | {second} |" for name, first, second in zip(*_effort(options), strict=True)]
+    return "\n".join([*lines, "", *([scores] if scores else []), END]) + "\n"
+
+
+def _effort(options: argparse.Namespace) -> list[list[str]]:
+    """Columns: what is told, and it of both stages."""
+    columns = [["patients", "steps", "patch", "patches a step", "peak learning rate", "minutes", "device"]]
+    for stage in (1, 2):
+        config, run = recipe(stage, options), options.output / f"stage{stage}"
+        data, numbers = config.data, config.optimisation
+        patients = min(data.cases, data.initial + numbers.steps // data.steps_per_case)
+        environment = json.loads((run / "environment.json").read_text(encoding="utf-8"))
+        columns.append([
+            f"{patients} (`{data.preset}`, seeds from {data.seed + data.validation})",
+            str(numbers.steps),
+            f"{' x '.join(map(str, numbers.patch))} at {config.view.spacing_mm:g} mm",
+            str(numbers.batch),
+            f"{numbers.learning_rate:g}",
+            (run / "minutes.json").read_text(encoding="utf-8").strip(),
+            " ".join(str(environment.get(key, "")) for key in ("device", "precision")).strip(),
+        ])  # fmt: skip
+    return columns
+
+
+def install(folder: Path, card: str) -> None:
+    """Puts the model into the package, and the machine's part into its card, where the card has a place for it."""
+    for name in ("model.safetensors", "model.json"):
+        shutil.copyfile(folder / name, shipped_model() / name)
+    readme = shipped_model() / "README.md"
+    text = readme.read_text(encoding="utf-8")
+    if BEGIN not in text:
+        print(f"{readme}: no line '{BEGIN}'; put OUT/card.md in by hand", file=sys.stderr)
+        return
+    before, rest = text.split(BEGIN, 1)
+    replace_text(readme, before + card.rstrip("\n") + rest.split(END, 1)[1])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
