@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import asdict
-from multiprocessing import get_context, parent_process
-from multiprocessing.connection import wait
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
@@ -71,9 +71,12 @@ class CaseStore:
         self._stopped = stopped
         self._futures: dict[Path, Future[None]] = {}
         self._pool: ProcessPoolExecutor | None = None
+        self._alive: Connection | None = None
         missing = [(patient, kind) for patient, kind in wanted if not self._record(patient, kind).exists()]
         if missing and workers:
-            self._pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_be_modest)
+            spawn = get_context("spawn")
+            ended, self._alive = spawn.Pipe(duplex=False)
+            self._pool = ProcessPoolExecutor(workers, spawn, initializer=_be_modest, initargs=(ended,))
             for patient, kind in missing:
                 job = self._pool.submit(_prepare_patient, config, patient, kind, self.folder)
                 self._futures[self._record(patient, kind)] = job
@@ -97,9 +100,10 @@ class CaseStore:
         return scan, np.load(self.folder / f"{patient.key}.reference.npy", mmap_mode="r")
 
     def close(self) -> None:
-        """Stops the workers; what they have not begun is left."""
-        if self._pool is not None:
+        """Stops the workers at once: a case that is not written whole is not there, and is made anew another time."""
+        if self._pool is not None and self._alive is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
+            self._alive.close()
 
     def _description(self, patient: Patient, kind: Kind) -> dict[str, Any]:
         record = self._record(patient, kind)
@@ -207,17 +211,19 @@ def _save(path: Path, array: npt.NDArray[Any]) -> None:
     replace_file(path, write)
 
 
-def _be_modest() -> None:
-    """Workers leave the processor to the loop, Ctrl-C to their parent, and do not outlive it (also if it is killed)."""
+def _be_modest(ended: Connection) -> None:
+    """Workers leave the processor to the loop, Ctrl-C to their parent, and do not outlive it (also if it is killed).
+
+    Args:
+        ended: has something to say (its end) when the workers are no longer wanted.
+    """
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(os, "nice"):
         os.nice(4)  # more, and on few processors the loop would wait for the workers it displaces
-    parent = parent_process()
-    if parent is not None:
-        threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+    threading.Thread(target=_end_with, args=(ended,), daemon=True).start()
 
 
-def _end_with(sentinel: int) -> None:
-    wait([sentinel])
+def _end_with(ended: Connection) -> None:
+    ended.poll(None)
     os._exit(1)

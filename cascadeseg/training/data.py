@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from cascadeseg.training.preflight import Inspected, inspect
 from cascadeseg.training.state import Relief
 
 LARGEST_BATCH = 4096
+TELL_EVERY_S = 30.0
 
 
 class Data:
@@ -60,13 +62,35 @@ class Data:
         workers = (config.data.workers or max(1, (os.cpu_count() or 2) - 1)) if prepares else 0
         self.store = CaseStore(folder, config, order, workers=workers, stopped=stopped)
 
+    def prepare_first(self, tell: Callable[[str], None]) -> None:
+        """Waits for the patients that the first step may ask for.
+
+        Args:
+            tell: hears now and then how many are ready.
+
+        Raises:
+            Stopped: the run is to end.
+        """
+        began = told = time.monotonic()
+        known = self._known(0)
+        for number, patient in enumerate(self.training[:known], start=1):
+            self.store.names(patient)
+            if number == known or time.monotonic() - told > TELL_EVERY_S:
+                told = time.monotonic()
+                tell(f"{number} of {known} patients are ready after {told - began:.0f} s")
+
+    def _known(self, step: int) -> int:
+        """How many of the training patients a step chooses from."""
+        if self.config.data.source != "synthetic":
+            return len(self.training)
+        joined = step // self.config.data.steps_per_case
+        return min(len(self.training), self.config.data.initial + joined)
+
     def cut(self, step: int, index: int, relief: Relief) -> Cut:
         """The raw patch of a step, and the generator of its variation."""
         seed = self.config.optimisation.seed
         random = Generator().manual_seed((seed * 1_000_003 + step) * LARGEST_BATCH + index)
-        known = len(self.training)
-        if self.config.data.source == "synthetic":
-            known = min(known, self.config.data.initial + step // self.config.data.steps_per_case)
+        known = self._known(step)
         while True:
             patient = self.training[int(torch.randint(0, known, (), generator=random))]
             names = self.store.names(patient)

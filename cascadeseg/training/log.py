@@ -24,6 +24,8 @@ EVERY = 10
 """Steps from one line of ``metrics.jsonl`` to the next."""
 LINE_EVERY = 100
 """Steps from one line of text to the next, where there is no terminal for a bar."""
+STARVED = 0.05
+"""Share of waiting for data from which a run says what to change."""
 
 
 class Log:
@@ -44,15 +46,12 @@ class Log:
         self._step, self._steps, self._taken = step, steps, 0
         self._began = self._since = time.perf_counter()
         self._waited = self._waited_in_all = 0.0
-        self._first_wait: float | None = None
 
     def step(self, step: int, values: Mapping[str, float], *, waited_s: float, patches: int) -> None:
         """Notes a step; ``waited_s`` is how long the loop has waited for data in all."""
         for name, value in values.items():
             self._values.setdefault(name, []).append(value)
         self._step, self._taken, self._waited_in_all = step, self._taken + 1, waited_s
-        if self._first_wait is None:
-            self._first_wait = waited_s
         self._bar.update()
         if step % EVERY:
             return
@@ -66,7 +65,7 @@ class Log:
             **_device_use(),
         }
         self.note(step, means)
-        self._show(step, {name: f"{means[name]:.3g}" for name in _SHOWN if name in means})
+        self._show(step, means)
         self._values, self._waited, self._since = {}, waited_s, time.perf_counter()
 
     def note(self, step: int, values: Mapping[str, float]) -> None:
@@ -99,24 +98,32 @@ class Log:
     def close(self) -> None:
         """Sums up how well the device was fed."""
         if self._taken:
-            first = self._first_wait or 0.0
-            elapsed = max(time.perf_counter() - self._began - first, 1e-9)
-            share = 100 * (self._waited_in_all - first) / elapsed
-            self.tell(
-                f"{self._step} of {self._steps} steps; {first:.0f} s until the first patches were there, "
-                f"then {share:.1f} % of the time waiting for data"
-            )
+            share = self._waited_in_all / max(time.perf_counter() - self._began, 1e-9)
+            remedy = "; raise data.steps_per_case or data.workers" if share > STARVED else ""
+            self.tell(f"{self._step} of {self._steps} steps; {share:.1%} of their time waiting for data{remedy}")
         self._bar.close()
         if self._board is not None:
             self._board.close()
 
-    def _show(self, step: int, shown: Mapping[str, str]) -> None:
+    def _show(self, step: int, means: Mapping[str, float]) -> None:
+        shown = {title: form.format(means[name]) for name, (title, form) in _SHOWN.items() if name in means}
         self._bar.set_postfix(shown, refresh=False)
         if self._bar.disable and step % LINE_EVERY == 0:
-            self.tell(f"step {step} of {self._steps}: " + ", ".join(f"{name} {value}" for name, value in shown.items()))
+            left = tqdm.format_interval((self._steps - step) * means["seconds"])
+            values = ", ".join(f"{title} {value}" for title, value in shown.items())
+            self.tell(f"step {step} of {self._steps}: {values}; {left} left")
 
 
-_SHOWN = ("loss", "dice", "volumes_per_s", "waiting", "gpu_gb", "gpu_peak_gb", "gpu_percent")
+_SHOWN = {
+    "loss": ("loss", "{:.3f}"),
+    "dice": ("Dice", "{:.3f}"),
+    "volumes_per_s": ("volumes/s", "{:.2g}"),
+    "waiting": ("waiting", "{:.1%}"),
+    "gpu_gb": ("GPU GB", "{:.1f}"),
+    "gpu_peak_gb": ("peak GB", "{:.1f}"),
+    "gpu_percent": ("GPU %", "{:.0f}"),
+}
+"""What of a step is shown, as what and how."""
 
 
 def _forget_after(path: Path, step: int) -> None:

@@ -6,10 +6,12 @@ a resumed run sees the patches that an uninterrupted one would have seen, and tw
 
 from __future__ import annotations
 
+import json
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +22,23 @@ from cascadeseg.atomic import replace_text
 from cascadeseg.errors import ConfigError, ModelError
 from cascadeseg.network.model import load_model, save_model
 from cascadeseg.network.unet import UNet
+from cascadeseg.training.cache import locator_folder
 from cascadeseg.training.config import TrainingConfig
 from cascadeseg.training.data import LARGEST_BATCH, Data, batch_of
 from cascadeseg.training.log import Log, write_environment
 from cascadeseg.training.optimiser import optimiser_of
 from cascadeseg.training.prefetch import Prefetch, Stop, Stopped
-from cascadeseg.training.processes import Processes, launched, training_precision
+from cascadeseg.training.processes import Processes, failure, launched, training_precision, worst
 from cascadeseg.training.state import Relief, State, averaged, take_weights
 from cascadeseg.training.step import Batch, Trainer, take_step
 from cascadeseg.training.validation import model_of, save_picture, surface_distances_available, validate
 
+COUNTS = {
+    "data": ("folds", "cases", "initial", "steps_per_case"),
+    "optimisation": ("steps", "micro_batch", "validate_every", "save_every"),
+}
+"""Keys of a recipe that must be at least one."""
+COMPILERS = ("g++", "clang++", "cl")
 CUTTING_THREADS = 4
 """That fetch patches for a GPU; on a CPU one is enough, and takes least from the network."""
 
@@ -120,6 +129,8 @@ def _train_until(last: int, run: Run, quiet: bool) -> None:
     optimiser = run.fabric.setup_optimizers(state.optimiser)
     trainer = Trainer(run.config, state, run.fabric, optimiser, patches, log.tell)
     try:
+        with _paused(log):
+            _prepare_first(run, log)
         while True:
             if _validation_is_due(run):
                 _validate(run, log)
@@ -138,6 +149,20 @@ def _train_until(last: int, run: Run, quiet: bool) -> None:
     finally:
         patches.close()
         log.close()
+
+
+def _prepare_first(run: Run, log: Log) -> None:
+    """Waits until the first step has all it may ask for; a process that fails takes the others with it."""
+    error: Exception | None = None
+    try:
+        if run.state.step < run.config.optimisation.steps:
+            run.data.prepare_first(log.tell)
+    except Stopped:  # the first step ends the run
+        pass
+    except Exception as caught:
+        error = caught
+    if worst(run.fabric, [float(error is not None)])[0]:
+        raise failure(error)
 
 
 def _batches(run: Run, step: int, relief: Relief) -> list[Batch]:
@@ -213,6 +238,11 @@ def _log(run: Run, quiet: bool) -> Log:
     log = Log(
         run.output, run.state.step, numbers.steps, title=title, first=run.first, quiet=quiet, board=numbers.tensorboard
     )
+    if run.state.step < numbers.steps:
+        patients = f"{len(run.data.training)} patients to train on, {len(run.data.validation)} to validate with"
+        precision = training_precision(numbers, run.fabric.device)
+        where = f"{run.fabric.device.type} ({precision})"
+        log.tell(f"{title} on {where}: {patients}; kept in {run.output}")
     if run.data.validation and not surface_distances_available():
         log.tell("without monai and SimpleITK validation gives Dice alone, no surface distances")
     return log
@@ -248,15 +278,33 @@ def _initialise(network: UNet, config: TrainingConfig) -> None:
 
 def _check(config: TrainingConfig, output: Path, resume: bool) -> None:
     """What can be known to be wrong before anything is started."""
-    numbers = config.optimisation
-    if not 1 <= numbers.batch <= LARGEST_BATCH or numbers.micro_batch < 1:
-        raise ConfigError("optimisation.batch", f"{numbers.batch} in {numbers.micro_batch}s", f"1 to {LARGEST_BATCH}")
-    if any(n % config.unet.stride for n in numbers.patch):
-        raise ConfigError("optimisation.patch", str(list(numbers.patch)), f"multiples of {config.unet.stride}")
+    _check_numbers(config)
+    if config.optimisation.compile and not any(map(shutil.which, COMPILERS)):
+        expected = f"one of {', '.join(COMPILERS)} on the path"
+        raise ConfigError("optimisation.compile", "no C++ compiler", expected, "leave it off")
+    if config.stage == 2:
+        load_model(locator_folder(config, config.data.fold))  # else missed only when the model is to be written
     if (output / "checkpoint.pt").exists():
         if not resume:
             raise ConfigError(output, "a run that has begun", "a new folder", "add --resume to go on with it")
         _same_recipe(config, configs.load(output / "config.toml", TrainingConfig), output / "config.toml")
+
+
+def _check_numbers(config: TrainingConfig) -> None:
+    numbers, unet = config.optimisation, config.unet
+    for section, keys in COUNTS.items():
+        for key in keys:
+            if (value := getattr(getattr(config, section), key)) < 1:
+                raise ConfigError(f"{section}.{key}", str(value), "1 or more")
+    if not 1 <= numbers.batch <= LARGEST_BATCH:
+        raise ConfigError("optimisation.batch", str(numbers.batch), f"1 to {LARGEST_BATCH}")
+    if any(n < 1 or n % unet.stride for n in numbers.patch):
+        raise ConfigError("optimisation.patch", str(list(numbers.patch)), f"multiples of {unet.stride}")
+    wanted = config.view.channels, 3 if config.stage == 1 else 1
+    if (unet.in_channels, unet.out_channels) != wanted:
+        found = f"{unet.in_channels} channels in and {unet.out_channels} out"
+        expected = f"{wanted[0]} in and {wanted[1]} out, for stage {config.stage} and its view"
+        raise ConfigError("unet", found, expected, "change unet.in_channels, unet.out_channels or view.prior")
 
 
 def _record(run: Run) -> None:
@@ -273,8 +321,18 @@ def _same_recipe(config: TrainingConfig, begun: TrainingConfig, record: Path) ->
         data = replace(whole.data, workers=0, cache="", device="cpu")
         return replace(whole, data=data, optimisation=replace(whole.optimisation, prefetch=0, tensorboard=True))
 
-    if essential(config) != essential(begun):
-        changed = [
-            f.name for f in fields(config) if getattr(essential(config), f.name) != getattr(essential(begun), f.name)
-        ]
-        raise ConfigError(record, f"another recipe than the one to resume with (in {', '.join(changed)})", "the same")
+    if changed := _changed(essential(config), essential(begun)):
+        found = f"another recipe than the one to resume with ({'; '.join(changed)})"
+        raise ConfigError(record, found, "the same", "leave them out: a run goes on by its own recipe")
+
+
+def _changed(now: Any, before: Any, prefix: str = "") -> list[str]:
+    """The keys whose values differ, with what they were."""
+    changed = []
+    for key in fields(now):
+        new, old = getattr(now, key.name), getattr(before, key.name)
+        if is_dataclass(new):
+            changed += _changed(new, old, f"{prefix}{key.name}.")
+        elif new != old:
+            changed.append(f"{prefix}{key.name} was {json.dumps(old)}")
+    return changed

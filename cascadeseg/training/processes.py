@@ -126,6 +126,11 @@ def worst(fabric: Any, values: Iterable[float]) -> list[float]:
     return together
 
 
+def failure(error: Exception | None) -> Exception:
+    """What a process raises when one of them, perhaps another, has failed."""
+    return error or ConfigError("train", "another process of this run failed", "", "its message says why")
+
+
 def summed(fabric: Any, values: Tensor) -> Tensor:
     """The sum of values over all processes."""
     total: Tensor = fabric.all_reduce(values, reduce_op="sum") if fabric.world_size > 1 else values

@@ -24,7 +24,7 @@ from cascadeseg.training.data import batch_of
 from cascadeseg.training.loss import supervised_loss
 from cascadeseg.training.optimiser import learning_rate
 from cascadeseg.training.prefetch import Prefetch
-from cascadeseg.training.processes import averaged_statistics, summed, summed_gradients, worst
+from cascadeseg.training.processes import averaged_statistics, failure, summed, summed_gradients, worst
 from cascadeseg.training.state import State, kept_statistics, update_average
 
 Batch = Sequence[Cut] | tuple[Tensor, Tensor]
@@ -71,7 +71,7 @@ def take_step(trainer: Trainer) -> dict[str, float] | None:
         totals, out_of_memory, stopped, error = _gathered(trainer)
         out_of_memory, stopped, failed = worst(trainer.fabric, (out_of_memory, stopped, float(error is not None)))
         if failed:
-            raise error or ConfigError("train", "another process of this run failed", "", "its message says why")
+            raise failure(error)
         if stopped:
             restore()
             return None

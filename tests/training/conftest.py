@@ -17,15 +17,14 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def cache(folder, tmp_path_factory) -> str:
-    """Their cases prepared for stage 1, so that runs need no workers."""
+    """Them prepared for stage 1, so that runs need no workers."""
     root = tmp_path_factory.mktemp("cache")
     config = stage1(folder)
     training, held_out = patients_of(config, root / "split.json")
-    wanted = [(patient, "cases") for patient in training] + [(patient, "whole") for patient in held_out]
-    store = CaseStore(root, config, wanted)
-    for patient in training:
+    patients = [*training, *held_out]  # each as both, so that any split of them is prepared
+    store = CaseStore(root, config, [(patient, kind) for patient in patients for kind in ("cases", "whole")])
+    for patient in patients:
         store.names(patient)
-    for patient in held_out:
         store.whole(patient)
     store.close()
     return str(root)

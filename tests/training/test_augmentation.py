@@ -9,6 +9,7 @@ import torch
 
 from cascadeseg.labels import IGNORE
 from cascadeseg.training.augmentation import cut, varied
+from cascadeseg.training.data import batch_of
 from tests.cascade.chest import chest_grid, dice, truth
 from tests.training.toy import NOTHING_RANDOM, stage1, stage2, with_data
 
@@ -90,6 +91,22 @@ def test_thick_slices_average_along_one_axis_only(whole):
     rough = [float(patch[0].diff(dim=axis).abs().mean()) for axis in range(3)]
     assert min(rough) < 0.5 * max(rough)
     assert float(patch.mean()) == pytest.approx(float(image.astype(np.float32).mean()), abs=0.02)
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+def test_with_a_fixed_size_every_patch_has_one_shape(fixed):
+    config = stage1("none", patch=(48, 32, 32), fixed_size=fixed)
+    image = np.random.default_rng(0).random((1, 40, 29, 21)).astype(np.float16)
+    labels = np.ones((40, 29, 21), np.uint8)
+    shapes = set()
+    for seed in range(5):
+        piece = cut(image, labels, config, torch.Generator().manual_seed(seed), config.optimisation.patch)
+        patches, targets = batch_of([piece], config, torch.device("cpu"))
+        shapes.add(tuple(targets.shape[1:]))
+        assert patches.shape == (1, 1, *targets.shape[1:])
+        asked = targets[0] != IGNORE
+        assert 0 < asked.sum() <= 40 * 29 * 21 * 1.5
+    assert (shapes == {(48, 32, 32)}) == fixed
 
 
 def test_a_whole_crop_of_stage_2_has_faces_that_move():

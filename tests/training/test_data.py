@@ -5,7 +5,9 @@ import gzip
 import json
 import shutil
 from dataclasses import replace
+from multiprocessing import active_children
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,12 +19,14 @@ from cascadeseg.cli import main
 from cascadeseg.errors import ConfigError
 from cascadeseg.formats import read_labels, read_scan, write_labels
 from cascadeseg.labels import IGNORE, LEFT_LUNG, LUNGS, RIGHT_LUNG
-from cascadeseg.network import View
-from cascadeseg.training.cache import CaseStore, recipe_digest
+from cascadeseg.network import View, load_model
+from cascadeseg.training import cache as caching
+from cascadeseg.training.cache import CaseStore, predicts_boxes, recipe_digest
 from cascadeseg.training.cases import SyntheticPatient, imagined, labels_on, prepare
 from cascadeseg.training.config import LabelNames
 from cascadeseg.training.data import patients_of
 from cascadeseg.training.listing import Listing, listing, sides
+from cascadeseg.training.loop import train
 from tests.cascade.chest import chest_grid, dice, truth
 from tests.training.toy import OURS, stage1, stage2, with_data, write_case, write_dataset_json
 
@@ -62,7 +66,7 @@ def as_csv(root: Path) -> Path:
 
 
 @pytest.mark.parametrize("layout", [lambda root: root, as_decathlon, as_datalist, as_csv])
-def test_every_layout_gives_the_same_cases(folder, tmp_path, layout):
+def test_on_every_layout_the_same_training_starts(folder, cache, tmp_path, layout):
     root = shutil.copytree(folder, tmp_path / "set")
     source = layout(root)
     config = stage1(source)
@@ -75,6 +79,8 @@ def test_every_layout_gives_the_same_cases(folder, tmp_path, layout):
     assert dict(training[0].case.sides) == {0: 0, 1: 1, 2: 2}
     scan, labels = training[0].whole(2.0)
     assert dice(labels, truth(scan.grid), 1) == 1
+    model = train(with_data(config, cache=cache), tmp_path / "run", device="cpu", stop_after=1, quiet=True)
+    assert load_model(model).notes == {"stage1_steps": 1, "stage1_data": str(source)}
 
 
 def test_patients_are_never_split_and_the_split_is_kept(folder, tmp_path):
@@ -227,6 +233,44 @@ def test_the_cache_is_keyed_by_recipe_and_content(folder, tmp_path):
     write_dataset_json(root, OURS | {"lobe_left_upper": 255})
     changed, _ = patients_of(stage1(root), tmp_path / "split.json")
     assert changed[0].key != again[0].key
+
+
+def test_two_runs_may_fill_one_cache(folder, cache, tmp_path):
+    config = stage1(folder)
+    (first, *_), _ = patients_of(config, tmp_path / "split.json")
+    ready = CaseStore(Path(cache), config, [(first, "cases")])
+    stores = [CaseStore(tmp_path / "cache", config, [(first, "cases")]) for _ in range(2)]
+    for store in stores:
+        (name,) = store.names(first)
+        for mine, expected in zip(store.arrays(name), ready.arrays(name), strict=True):
+            np.testing.assert_array_equal(mine, expected)
+        store.close()
+    assert len(list(stores[0].folder.iterdir())) == 3
+
+
+def test_workers_end_with_their_store(tmp_path):
+    config = stage1("synthetic")
+    patient = SyntheticPatient(1, "default", LabelNames())
+    before = set(active_children())
+    store = CaseStore(tmp_path, replace(config, view=View(1.0)), [(patient, "cases")])
+    (worker,) = set(active_children()) - before
+    store.close()
+    worker.join(timeout=30)
+    assert not worker.is_alive()
+    assert not list(store.folder.iterdir())
+
+
+def test_with_a_locator_a_fold_a_patient_meets_the_one_that_has_not_seen_it(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(caching, "load_model", lambda where: SimpleNamespace(locator=where))
+    monkeypatch.setattr(caching, "Engine", lambda locator, device: locator)
+    monkeypatch.setattr(caching, "_locators", {})
+    config = stage2(folder, Path("fold{fold}/model"))
+    training, held_out = patients_of(config, tmp_path / "split.json")
+    assert predicts_boxes(config)
+    seen = {patient.fold: caching._locator(config, patient) for patient in [*training, *held_out]}
+    assert seen == {fold: f"fold{fold}/model" for fold in range(3)}
+    assert not predicts_boxes(replace(config, locator="one/model"))
+    assert predicts_boxes(with_data(replace(config, locator="one/model"), boxes="predicted"))
 
 
 def test_crops_of_files_come_from_boxes_like_stage_1s_mistakes(folder, tmp_path):

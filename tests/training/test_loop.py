@@ -3,11 +3,14 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +19,14 @@ import torch
 
 from cascadeseg import config as configs
 from cascadeseg.cascade.pipeline import Segmenter
-from cascadeseg.errors import ConfigError, DeviceError
+from cascadeseg.cli import main
+from cascadeseg.errors import ConfigError, DeviceError, ModelError
+from cascadeseg.formats import read_labels
 from cascadeseg.labels import LUNGS
 from cascadeseg.network import UNet, UNetConfig, View, load_model
 from cascadeseg.training import loop, step
+from cascadeseg.training.config import TrainingConfig
+from cascadeseg.training.log import Log
 from cascadeseg.training.loop import train
 from cascadeseg.training.state import Relief, averaged, update_average
 from tests.cascade.chest import chest, chest_grid, dice, truth
@@ -64,6 +71,21 @@ def test_both_stages_train_on_a_folder_and_infer_takes_the_model(folder, tmp_pat
     assert (tmp_path / "two" / "samples" / "step_000090.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.slow
+def test_the_smoke_recipes_need_no_data_and_end_in_a_model_that_infer_uses(tmp_path, monkeypatch):
+    """The commands of docs/training.md, as printed there."""
+    monkeypatch.chdir(tmp_path)
+    for stage in ("1", "2"):
+        assert main(["train", "--preset", "smoke", "--stage", stage, "--device", "cpu"]) == 0
+        found = [line["validation_dice"] for line in lines(Path(f"runs/stage{stage}")) if "validation_dice" in line]
+        assert found[-1] > 0.9
+    assert main(["synth", "patients", "--seed", "77", "--preset", "healthy", "--spacing", "2"]) == 0
+    (scan,), (reference,) = (list(Path("patients", kind).iterdir()) for kind in ("imagesTr", "labelsTr"))
+    assert main(["infer", str(scan), "--model", "runs/stage2/model", "-o", "mask.nii.gz", "--quiet"]) == 0
+    mine, truth_there = (read_labels(path)[0] for path in (Path("mask.nii.gz"), reference))
+    assert min(dice(mine, truth_there, lung.value) for lung in LUNGS) > 0.9
+
+
 def test_it_overfits_one_case(folder, tmp_path):
     numbers = {"steps": 50, "patch": (48, 48, 48), "learning_rate": 2e-2, "validate_every": 99, "save_every": 99}
     config = with_data(stage1(folder, **numbers), folds=2, fold=1, validation=0)
@@ -88,7 +110,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(recipe, tmp_path):
 
 def test_resuming_with_another_recipe_is_refused(recipe, tmp_path):
     run(recipe(), tmp_path, stop_after=2)
-    with pytest.raises(ConfigError, match=r"another recipe.*optimisation"):
+    with pytest.raises(ConfigError, match=r"another recipe.*\(optimisation.learning_rate was 0.002\)"):
         run(recipe(learning_rate=1.0), tmp_path, resume=True)
 
 
@@ -167,9 +189,10 @@ def test_a_run_killed_at_twenty_moments_resumes_to_the_same_bits(recipe, tmp_pat
     assert [line["step"] for line in lines(tmp_path / "killed")][-1] == 40
 
 
-def test_two_processes_give_what_one_gives_and_none_waits_for_the_other(recipe, tmp_path):
-    """Three patches a step: the second process has fewer than the first."""
-    config = recipe(steps=3, batch=3, validate_every=3)
+@pytest.mark.parametrize("batch", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_two_processes_give_what_one_gives_and_none_waits_for_the_other(recipe, tmp_path, batch):
+    """The second process has fewer patches than the first; of one patch a step, none."""
+    config = recipe(steps=3, batch=batch, validate_every=3)
     config = replace(config, unet=replace(config.unet, norm="instance"))
     alone = run(config, tmp_path / "alone")
     (tmp_path / "recipe.toml").write_text(configs.dump(config))
@@ -263,7 +286,7 @@ def test_the_ladder_ends():
 @pytest.mark.parametrize(
     "change",
     [
-        {"optimiser": "sgd", "schedule": "poly"},
+        {"optimiser": "sgd", "schedule": "poly", "tensorboard": True},
         {"optimiser": "adafactor"},
         {"precision": "bf16", "deterministic": True},
     ],
@@ -274,7 +297,23 @@ def test_every_key_of_the_loop_trains_and_resumes(recipe, tmp_path, change):
     run(config, tmp_path, stop_after=2)
     run(config, tmp_path, resume=True)
     assert lines(tmp_path)[-1]["step"] == 6
+    if find_spec("tensorboard") is not None:
+        assert (tmp_path / "tensorboard").exists() == config.optimisation.tensorboard
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_it_trains_and_resumes_on_a_gpu(recipe, tmp_path, precision):
+    numbers = {"steps": 20, "validate_every": 20, "fixed_size": True, "cudnn_benchmark": True, "batch": 2}
+    config = recipe(**numbers, precision=precision, checkpoint_blocks=True)
+    train(config, tmp_path, device="cuda", quiet=True, stop_after=10)
+    model = load_model(train(config, tmp_path, device="cuda", quiet=True, resume=True)).locator
+    assert all(torch.isfinite(tensor).all() for tensor in model.weights.values())
+    steps = [line for line in lines(tmp_path) if "loss" in line]
+    assert [line["step"] for line in steps] == [10, 20]
+    assert all(line["gpu_peak_gb"] > 0 for line in steps)
 
 
 def test_fp16_without_cuda_is_refused(recipe, tmp_path):
@@ -283,9 +322,73 @@ def test_fp16_without_cuda_is_refused(recipe, tmp_path):
     assert not tmp_path.joinpath("checkpoint.pt").exists()
 
 
-def test_patches_that_the_network_cannot_take_are_refused(recipe, tmp_path):
-    with pytest.raises(ConfigError, match="multiples of 4"):
-        run(recipe(patch=(30, 32, 32)), tmp_path)
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"patch": (30, 32, 32)}, "optimisation.patch.*multiples of 4"),
+        ({"batch": 0}, "optimisation.batch: 0; expected 1 to 4096"),
+        ({"validate_every": 0}, "optimisation.validate_every: 0; expected 1 or more"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(recipe, tmp_path, change, words):
+    with pytest.raises(ConfigError, match=words):
+        run(recipe(**change), tmp_path)
+
+
+def test_a_network_that_does_not_fit_its_stage_is_refused(recipe, tmp_path):
+    config = recipe()
+    with pytest.raises(ConfigError, match="unet: 1 channels in and 1 out; expected 1 in and 3 out"):
+        run(replace(config, unet=replace(config.unet, out_channels=1)), tmp_path)
+
+
+def test_a_locator_that_is_not_there_is_told_before_anything_starts(folder, tmp_path):
+    with pytest.raises(ModelError, match="nowhere"):
+        run(stage2(folder, tmp_path / "nowhere"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+RECIPES = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=[path.stem for path in RECIPES])
+def test_our_own_recipes_can_begin_and_the_shipped_weights_fit_the_default_ones(path, tmp_path):
+    config = replace(configs.load(path, TrainingConfig), locator="")
+    loop._check(config, tmp_path, resume=False)
+    assert f"stage{config.stage}" == path.stem.partition("-")[0]
+    if "-" not in path.stem:
+        shipped = load_model()
+        stage = shipped.locator if config.stage == 1 else shipped.refiner
+        assert (stage.view, stage.unet) == (config.view, config.unet)
+
+
+def test_a_run_says_how_long_it_waited_and_what_to_do_about_it(recipe, tmp_path, capsys):
+    train(recipe(), tmp_path / "run", device="cpu")
+    said = capsys.readouterr().err
+    assert "stage 1 on cpu (fp32): 2 patients to train on, 1 to validate with" in said
+    assert "2 of 2 patients are ready" in said
+    assert re.search(r"6 of 6 steps; \d+\.\d% of their time waiting for data", said)
+    starved = Log(tmp_path, 0, 1, title="", first=True, quiet=False, board=False)
+    starved.step(1, {"loss": 1.0}, waited_s=1000.0, patches=1)
+    starved.close()
+    assert "raise data.steps_per_case or data.workers" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not any(map(shutil.which, loop.COMPILERS)), reason="torch.compile needs a C++ compiler")
+def test_a_compiled_network_learns_the_same(recipe, tmp_path):
+    numbers = {"steps": 2, "fixed_size": True, "validate_every": 99}
+    plain, compiled = (
+        torch.load(run(recipe(**numbers, compile=compile_it), tmp_path / str(compile_it)).parent / "checkpoint.pt")
+        for compile_it in (False, True)
+    )
+    for name, weight in plain["network"].items():
+        assert torch.allclose(weight.float(), compiled["network"][name].float(), atol=2e-3), name
+
+
+def test_without_a_compiler_a_compiled_run_is_refused(recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(loop.shutil, "which", lambda name: None)
+    with pytest.raises(ConfigError, match=r"optimisation.compile: no C\+\+ compiler"):
+        run(recipe(compile=True), tmp_path)
 
 
 def test_training_goes_on_from_other_weights(recipe, tmp_path):
