@@ -92,8 +92,8 @@ def main() -> None:
     shape = " x ".join(map(str, options.shape))
     lines += ["", f"{shape} voxels, {' and '.join(sorted(devices)) or 'nothing measured'}."]
     print(*lines[-2:], sep="\n")
-    if options.write:
-        _write(options.write, "cuda" if not any("processor" in name for name in devices) else "processor", lines)
+    if options.write and devices:
+        _write(options.write, "processor" if any("processor" in name for name in devices) else "cuda", lines)
 
 
 def _options() -> argparse.Namespace:
