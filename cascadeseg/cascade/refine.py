@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -49,14 +50,24 @@ def lung_image(scan: Scan, coarse: Coarse | None, label: Label, grid: Grid, view
     Returns:
         (C, X, Y, Z) float32: the image, and where ``view.prior`` this lung's probability minus the other's.
     """
-    channels = [resample_scan(scan, grid, view, device)]
+    image = torch.empty((2 if view.prior else 1, *grid.shape), device=device)
+    image[0] = mirrored(resample_scan(scan, grid, view, device), label)
     if view.prior:
         if coarse is None:
             raise ValueError("a stage with a prior needs stage 1's probabilities")
-        this = LUNGS.index(label)
-        opinion = coarse.lungs[this].float() - coarse.lungs[1 - this].float()
-        channels.append(resample_volume(opinion.to(device), coarse.grid, grid))
-    return mirrored(torch.stack(channels), label)
+        image[1] = mirrored(resample_volume(_opinion(coarse, label, device), coarse.grid, grid), label)
+    return image
+
+
+def _opinion(coarse: Coarse, label: Label, device: torch.device) -> Callable[[Box], Tensor]:
+    """What gives the difference of this lung's probability and the other's in a box of the coarse grid."""
+    this = LUNGS.index(label)
+
+    def difference(box: Box) -> Tensor:
+        mine, others = (coarse.lungs[side][box.slices].float() for side in (this, 1 - this))
+        return (mine - others).to(device)
+
+    return difference
 
 
 def mirrored(volume: Tensor, label: Label) -> Tensor:
@@ -78,8 +89,9 @@ def refine(scan: Scan, lung: LungBox, coarse: Coarse, engine: Runner) -> Refined
 def _refine_once(scan: Scan, lung: LungBox, coarse: Coarse, engine: Runner) -> Refined:
     stage = engine.stage
     grid = lung.extent(stage.view.spacing_mm, stage.unet.stride)
-    image = lung_image(scan, coarse, lung.label, grid, stage.view, engine.device)
-    return Refined(lung, mirrored(engine(image)[0], lung.label), grid)
+    # The image has no name, so that it is gone when the logits are turned round.
+    logits = engine(lung_image(scan, coarse, lung.label, grid, stage.view, engine.device))[0]
+    return Refined(lung, mirrored(logits, lung.label), grid)
 
 
 def _tight(refined: Refined, scan_grid: Grid) -> Refined:

@@ -38,6 +38,8 @@ class View:
         high_hu: HU above which everything is alike.
         scale_hu: HU from ``low_hu`` that become 1.
         prior: whether stage 1's opinion (this lung's probability minus the other's) is a second channel.
+        prior_spacing_mm: the opinion is seen at this spacing, coarse enough to tell where lung is and not where its
+            surface lies, which the image shows better; 0: at stage 1's own.
     """
 
     spacing_mm: float
@@ -45,6 +47,7 @@ class View:
     high_hu: float = 600.0
     scale_hu: float = 1000.0
     prior: bool = False
+    prior_spacing_mm: float = 0.0
 
     @property
     def channels(self) -> int:

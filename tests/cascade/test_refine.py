@@ -64,6 +64,20 @@ def test_left_crops_are_mirrored_and_the_prior_is_this_lung_minus_the_other():
     assert torch.equal(mirrored(mirrored(right, LEFT_LUNG), LEFT_LUNG), right)
 
 
+def test_a_coarsely_seen_opinion_tells_where_the_lung_is_but_not_its_surface():
+    scan = chest(chest_grid((2.0, 2.0, 2.0)))
+    grid, coarse = scan.grid, coarse_of(scan.grid)
+    sharp, vague = (
+        lung_image(scan, coarse, RIGHT_LUNG, grid, View(2.0, prior=True, prior_spacing_mm=spacing), CPU)[1]
+        for spacing in (0.0, 24.0)
+    )
+    inside = coarse.lungs[0] > 0.5
+    assert vague[inside].mean() > 0.5 > 0.2 > vague[~inside].mean()
+    step = [float((opinion[1:] - opinion[:-1]).abs().max()) for opinion in (sharp, vague)]
+    assert step[0] > 0.9
+    assert step[1] < 0.2
+
+
 def test_merging_gives_a_contested_voxel_to_the_larger_logit_slab_by_slab(monkeypatch):
     monkeypatch.setattr("cascadeseg.cascade.merge.SLAB_VOXELS", 600)
     grid = Grid.axis_aligned((30, 20, 25), (1, 1, 1))
