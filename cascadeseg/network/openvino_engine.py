@@ -2,23 +2,49 @@
 
 The graph is built layer by layer from the folded network, which takes a few milliseconds. OpenVINO's own converter was
 weighed: it traces the module, needs a fixed shape to do it well, and its telemetry wants the internet, which `infer`
-never touches.
+never touches. It is not even imported: see `_without_converter`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import openvino
 import torch
-from openvino import opset13 as op
 from torch import Tensor, nn
 
 from cascadeseg.network.blocks import BottleneckBlock, ConvNorm, ResidualBlock
 from cascadeseg.network.engine import Precision, fast_precision, padded_to
 from cascadeseg.network.model import Stage
 from cascadeseg.network.unet import UNet
+
+_CONVERTER = "openvino.tools.ovc"
+
+
+def _without_converter() -> tuple[Any, Any]:
+    """OpenVINO and its operators, imported without the converter that `import openvino` brings along if it can.
+
+    Importing the converter reports it to Intel: a thread forks the process, whatever its other threads are doing, the
+    child calls an internet address, and the process cannot end before the child has given up. It also costs most
+    of the import's time.
+    """
+    ours = "openvino" not in sys.modules and _CONVERTER not in sys.modules
+    if ours:
+        sys.modules[_CONVERTER] = None  # type: ignore[assignment]  # how Python marks what cannot be imported
+    try:
+        return import_module("openvino"), import_module("openvino.opset13")
+    finally:
+        if ours:
+            del sys.modules[_CONVERTER]  # who wants it can still have it
+
+
+if TYPE_CHECKING:
+    import openvino
+    from openvino import opset13 as op
+else:
+    openvino, op = _without_converter()
 
 Node = Any
 _HINTS = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -125,3 +127,13 @@ def test_openvino_agrees_with_torch(config):
 @needs_openvino
 def test_openvino_is_chosen_where_it_is():
     assert type(open_engine(stage(), CPU)).__name__ == "OpenVinoEngine"
+
+
+@needs_openvino
+def test_openvino_reports_nothing_home_and_forks_nothing():
+    code = (
+        "import sys, threading, cascadeseg.network.openvino_engine; import openvino.tools; "
+        "print(threading.active_count(), {'openvino_telemetry', 'openvino.tools.ovc'} & set(sys.modules))"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said.split() == ["1", "set()"]
