@@ -1,4 +1,4 @@
-"""What the scanner makes of the anatomy: slices, blur, noise, streaks, offsets, rounding and padding."""
+"""What the scanner makes of the anatomy: slices, blur, noise, offsets, rounding and padding (see also `artefacts`)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cascadeseg.geometry import Grid
+from cascadeseg.synthesis import artefacts
 from cascadeseg.synthesis.fields import Axes, linear_matrix, separable
 from cascadeseg.synthesis.scanner import Scanner
 
@@ -39,6 +40,8 @@ def working_axes(patient: Patient, wanted: Axes) -> Axes:
         step = wanted.step(a)
         parts = sub_slices(step) if a == 2 else 1
         reach = 2.5 * scanner.blur_mm + 0.5 * step
+        if a == 0 and scanner.pulse_mm:
+            reach += scanner.pulse_mm / 2 + step
         if a == 2:
             reach = 0.5 * slice_thickness(scanner, step) + slice_distance(scanner, step) + step + scanner.motion_mm / 2
         margin = math.ceil(reach / (step / parts))
@@ -105,15 +108,10 @@ def acquire(patient: Patient, painted: Tensor, work: Axes, wanted: Axes) -> Tens
           for a, (w, v) in enumerate(zip(work.rows()[:2], wanted.rows()[:2], strict=True))),
         slice_matrix(scanner, work.z, wanted.z, step),
     ]  # fmt: skip
-    hu = separable(matrices, painted)
+    hu = separable(matrices, artefacts.pulsating(patient, painted, work))
     if scanner.noise_hu:
         _add_noise(scanner, hu, wanted)
-    if scanner.streaks_hu:
-        _add_streaks(patient, hu, wanted)
-    if scanner.cupping_hu:
-        x, y, _ = wanted.points(hu.device)
-        ox, oy, _ = patient.torso.offset
-        hu.add_(((x - ox).square() + (y - oy).square()).div_(170.0**2).clamp_(max=1.5), alpha=scanner.cupping_hu)
+    artefacts.add_artefacts(patient, hu, wanted, slice_thickness(scanner, step))
     hu.mul_(scanner.gain).add_(scanner.offset_hu + 1000 * (scanner.gain - 1))
     return hu.round_().clamp_(scanner.floor_hu, scanner.ceiling_hu)
 
@@ -158,21 +156,6 @@ def _add_noise(scanner: Scanner, hu: Tensor, wanted: Axes) -> None:
     # Less noise where little is in the way: air beside the patient.
     noise.mul_((hu * 0.0004).add_(1.0).clamp_(0.6, 1.0))
     hu.add_(noise, alpha=sd)
-
-
-def _add_streaks(patient: Patient, hu: Tensor, wanted: Axes) -> None:
-    """Noise that is constant along the direction of the shoulders, strongest at their height."""
-    scanner = patient.scanner
-    generator = torch.Generator().manual_seed(scanner.seed + 1)
-    tile = torch.randn((256, 256), generator=generator)
-    tile = (tile + torch.roll(tile, 1, 0)) * 0.7
-    rows = torch.round(wanted.y / wanted.step(1)).long() % 256
-    slices = torch.round(wanted.z / wanted.step(2)).long() % 256
-    streaks = tile[rows][:, slices].to(hu.device)
-    top = patient.torso.offset[2] + patient.torso.height * patient.torso.size
-    z = wanted.z.to(hu.device, torch.float32)
-    strength = torch.exp(-((z - top) / 70).square()) + 0.15
-    hu.add_((streaks * strength[None]).unsqueeze(0), alpha=scanner.streaks_hu)
 
 
 def outside_circle(patient: Patient, wanted: Axes, device: torch.device) -> Tensor | None:

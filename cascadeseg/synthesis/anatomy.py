@@ -98,6 +98,18 @@ def core(p: Points, torso: Torso) -> Tensor:
     return smooth_max(trunk, torch.maximum(z - (h + 150), h - 645 - z), 25)
 
 
+def wall_depth(p: Points, torso: Torso) -> Tensor:
+    """How far ribs and muscles reach beyond the inside of the rib cage, between shoulders and belly.
+
+    Thin at the side and in front, thick along the spine (erector muscles) and where chest and shoulder muscles begin.
+    """
+    x, y, z = p
+    spine = torch.exp(-((x.abs() - 26) / 24).square()) * torch.sigmoid(-y / 12)
+    high = torch.sigmoid((z - 0.62 * torso.height) / 14)
+    elsewhere = torch.sigmoid((z - torso.height + 62) / 9) + torch.sigmoid((-10 - z) / 12)
+    return torso.muscle * (0.6 + 0.75 * spine + 0.55 * high) + 7 + 100 * elsewhere
+
+
 def fat_depth(p: Points, torso: Torso) -> Tensor:
     """Thickness of the fat under the skin: more on the belly and flanks, little over the back of the chest."""
     _, y, z = p
@@ -146,6 +158,30 @@ def arm_paths(torso: Torso, s: float) -> list[tuple[list[tuple[float, float, flo
 # ---------------------------------------------------------------- the chest
 
 
+def _mobility(y: Tensor, z: Tensor, patient: Patient) -> Tensor:
+    """How far a place follows a mediastinum that moves: 0 at the spine, in the neck and in the belly, 1 in front."""
+    chest = patient.chest
+    free = ((y - chest.vertebra_y - chest.vertebra) / 40).clamp(0, 1)
+    height = torch.sigmoid((patient.torso.height + 10 - z) / 22) * torch.sigmoid((z + 60) / 20)
+    return free * free * (3 - 2 * free) * height
+
+
+def displaced(p: Points, patient: Patient) -> Points:
+    """Points as a mediastinum in its usual place would see them: undoes `Findings.shift`."""
+    x, y, z = p
+    shift = patient.findings.shift
+    return (x - shift * _mobility(y, z, patient), y, z) if shift else p
+
+
+def moved(beads: Beads, patient: Patient) -> Beads:
+    """Beads of the mediastinum where `Findings.shift` has brought them."""
+    shift = patient.findings.shift
+    if not shift or len(beads) == 0:
+        return beads
+    x, y, z = beads.centres.unbind(dim=1)
+    return Beads(torch.stack([x + shift * _mobility(y, z, patient), y, z], dim=1), beads.radii)
+
+
 def diaphragm_height(x: Tensor, y: Tensor, patient: Patient, side: int) -> Tensor:
     """Height of the upper face of one dome."""
     torso, chest = patient.torso, patient.chest
@@ -191,6 +227,7 @@ def mediastinum(p: Points, patient: Patient) -> Tensor:
     behind = (vertebra_y + 2 - y).clamp(0, 60)
     wedge = torch.maximum(x.abs() - (r + 2) - chest.gutter * behind, y - (vertebra_y - 2))
     shape = smooth_min(spine, wedge, 12)
+    x = displaced(p, patient)[0]
     t = z / torso.height
     # Wide above the carina; below it the lungs nearly meet behind the heart, in front of the spine.
     above = torch.sigmoid((z - chest.carina + 12) / 9)
@@ -209,7 +246,7 @@ def mediastinum(p: Points, patient: Patient) -> Tensor:
     shape = smooth_min(shape, subcarinal, k)
     middle, half = junction(p, patient)
     # The septum itself is too thin for the coarse lattice; here only the triangle of fat behind the sternum.
-    return smooth_min(shape, torch.maximum((x - middle).abs() - (half - 0.5 * chest.septum), -y), 6)
+    return smooth_min(shape, torch.maximum((p[0] - middle).abs() - (half - 0.5 * chest.septum), -y), 6)
 
 
 def junction(p: Points, patient: Patient) -> tuple[Tensor, Tensor]:
@@ -220,13 +257,15 @@ def junction(p: Points, patient: Patient) -> tuple[Tensor, Tensor]:
     near = (1 - (front - y) / 40).clamp(0, 1)
     low = (0.45 - z / torso.height).clamp(0, 1)
     middle = chest.junction_x * (1 - near) - 10 * low
+    if patient.findings.shift:
+        middle = middle + patient.findings.shift * _mobility(y, z, patient)
     half = chest.septum / 2 + chest.front_fat * near.square() * (1 + 1.5 * low)
     return middle, half
 
 
 def heart(p: Points, patient: Patient, shadow: bool = False) -> Tensor:
     """The heart in its sac; with ``shadow``, drawn out down to the diaphragm, where no lung goes under it."""
-    x, y, z = p
+    x, y, z = displaced(p, patient)
     chest = patient.chest
     cx, cy, cz = chest.heart_centre
     dz = z - cz
@@ -280,11 +319,8 @@ def great_vessels(patient: Patient) -> dict[str, Beads]:
     for s in SIDES:
         for z0, z1 in ((-34, -20), (-52, -62)):
             veins.append(strand([(s * 12 + 4, -14, zc + z0 - 8), (s * 40, -2 if z0 > -40 else -16, zc + z1)], [8, 6]))
-    return {
-        "aorta": Beads.joined([aorta, *branches]),
-        "pulmonary": Beads.joined([trunk, right, *veins]),
-        "cava": Beads.joined(cava),
-    }
+    named = {"aorta": [aorta, *branches], "pulmonary": [trunk, right, *veins], "cava": cava}
+    return {name: moved(Beads.joined(parts), patient) for name, parts in named.items()}
 
 
 def carina_point(chest: Chest) -> tuple[float, float, float]:
@@ -292,7 +328,7 @@ def carina_point(chest: Chest) -> tuple[float, float, float]:
 
 
 def airways(patient: Patient) -> Beads:
-    """The lumen of the pharynx, trachea and main bronchi: never part of a lung."""
+    """The lumen of pharynx, trachea, main bronchi and bronchus intermedius: never part of a lung."""
     chest, h = patient.chest, patient.torso.height
     r, (right, left) = chest.trachea, chest.bronchi
     x0, y0, zc = carina_point(chest)
@@ -300,17 +336,37 @@ def airways(patient: Patient) -> Beads:
                       (x0, y0, zc)],
                      [7, 7.5, r, r, r, r])  # fmt: skip
     bronchus_r = strand(
-        [(x0, y0, zc + 3), (x0 + 16, y0 - 2, zc - 12), (34, -11, zc - 27)], [r * 0.8, right, right * 0.9]
+        [(x0, y0, zc + 3), (x0 + 12, y0 - 1, zc - 11), (25, -12, zc - 25), (31, -17, zc - 45)],
+        [r * 0.8, right, right * 0.9, right * 0.75],
     )
     bronchus_l = strand([(x0, y0, zc + 3), (-16, y0 - 3, zc - 14), (-42, -15, zc - 31)], [r * 0.8, left, left * 0.92])
-    return Beads.joined([trachea, bronchus_r, bronchus_l])
+    return moved(Beads.joined([trachea, bronchus_r, bronchus_l]), patient)
+
+
+def lobar_bronchi(patient: Patient, side: int) -> Beads:
+    """The lumen of one side's lobar bronchi, from the main bronchus through the hilum into the lung."""
+    zc, r = patient.chest.carina, patient.chest.bronchi[side]
+    if side == 0:
+        paths = [
+            [(23, -12, zc - 21), (37, -11, zc - 18), (48, -8, zc - 12)],
+            [(31, -17, zc - 44), (42, -5, zc - 53), (52, 8, zc - 62)],
+            [(31, -17, zc - 44), (37, -25, zc - 60), (43, -31, zc - 80)],
+        ]
+    else:
+        paths = [
+            [(-40, -15, zc - 30), (-49, -5, zc - 27), (-56, 2, zc - 15)],
+            [(-49, -5, zc - 27), (-55, 6, zc - 38), (-60, 16, zc - 50)],
+            [(-42, -15, zc - 31), (-45, -24, zc - 49), (-49, -31, zc - 70)],
+        ]
+    return moved(Beads.joined([strand(path, [0.72 * r, 0.62 * r, 0.42 * r]) for path in paths]), patient)
 
 
 def oesophagus(patient: Patient) -> Beads:
     chest, h = patient.chest, patient.torso.height
     vy = chest.vertebra_y + chest.vertebra + 9
-    return strand([(0, vy + 12, h + 80), (-4, vy + 4, h), (-6, vy, chest.carina), (-4, vy + 2, 40), (-14, vy + 12, -8),
+    path = strand([(0, vy + 12, h + 80), (-4, vy + 4, h), (-6, vy, chest.carina), (-4, vy + 2, 40), (-14, vy + 12, -8),
                    (-30, vy + 26, -30)], [7, 7, 7.5, 8, 9, 9])  # fmt: skip
+    return moved(path, patient)
 
 
 def risen_stomach(patient: Patient) -> Beads:
@@ -330,7 +386,7 @@ def risen_stomach(patient: Patient) -> Beads:
                 [(-4, y + 18, -25), (14, y + r, 30), (18, y + r - 4, 0.6 * h), (2, y + r, h)], [r, 1.1 * r, r, 0.7 * r]
             )
         )
-    return Beads.joined(parts)
+    return moved(Beads.joined(parts), patient)
 
 
 def lung_part(p: Points, patient: Patient, side: int) -> Tensor:
@@ -339,7 +395,7 @@ def lung_part(p: Points, patient: Patient, side: int) -> Tensor:
     outside = torch.maximum(cage(p, patient.torso), -mediastinum(p, patient))
     outside = torch.maximum(outside, 0.45 * (diaphragm_height(x, y, patient, side) - z))
     outside = torch.maximum(outside, 0.5 * (z - apex_height(x, y, patient, side)))
-    return torch.maximum(outside, -SIDES[side] * (x - patient.chest.junction_x))
+    return torch.maximum(outside, -SIDES[side] * (displaced(p, patient)[0] - patient.chest.junction_x))
 
 
 # ---------------------------------------------------------------- bones

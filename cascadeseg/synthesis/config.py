@@ -26,7 +26,11 @@ class AnatomyConfig:
 
 @dataclass(frozen=True)
 class PathologyConfig:
-    """How often each finding is drawn, in patients that are not healthy-ish (rates are per patient or per side)."""
+    """How often each finding is drawn, in patients that are not healthy-ish (rates are per patient or per side).
+
+    ``dependent`` (density of the lowest lung of people who lie), ``raised_diaphragm``, ``hiatal_hernia``, ``pull_up``
+    and ``devices`` do not ask whether the patient is healthy-ish.
+    """
 
     rate: float = 1.0
     healthy_share: float = 0.40
@@ -49,6 +53,8 @@ class PathologyConfig:
     raised_diaphragm: float = 0.08
     hiatal_hernia: float = 0.07
     devices: float = 0.25
+    dependent: float = 0.35
+    pull_up: float = 0.02
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,8 @@ class AcquisitionConfig:
     """What the scanner adds; each number is a factor, 0 switches it off (``thick_slices``: 1 mm slices only).
 
     Attributes:
+        blur: kernels, and double contours of diaphragm and heart.
+        streaks: of shoulders and of metal, and cupping.
         posture: on the rates of prone and decubitus scans and of headers that have lost the posture.
     """
 

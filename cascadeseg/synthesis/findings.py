@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cascadeseg.synthesis.config import PathologyConfig
 from cascadeseg.synthesis.draw import Draw
@@ -47,6 +47,8 @@ class Findings:
         pleura: thickness of plaques and fat on the costal pleura.
         devices: names of lines, tubes and implants.
         wall_air: gas between the muscles of the chest wall: the side, and its strength (0: none).
+        dependent: density of the lowest lung at the wall (weight, 0 for none), and the depth in which it fades.
+        shift: how far the mediastinum has moved to the right (left: negative), by lost lung, fluid or free air.
     """
 
     ground_glass: float
@@ -78,6 +80,8 @@ class Findings:
     devices: tuple[str, ...]
     seed: int
     wall_air: tuple[int, float]
+    dependent: Pair
+    shift: float
 
 
 def draw_findings(d: Draw, config: PathologyConfig, child: bool) -> Findings:
@@ -94,7 +98,7 @@ def draw_findings(d: Draw, config: PathologyConfig, child: bool) -> Findings:
     smoker = 0.0 if child else (d.uniform(0.25, 1.0) if d.chance(config.emphysema * f) else 0.0)
     collapse = d.uniform(4, 40) if d.chance(config.atelectasis * f) else 0.0
     extent = d.uniform(0.05, 0.75)
-    return Findings(
+    findings = Findings(
         ground_glass=glass,
         ground_glass_extent=extent,
         consolidation=solid,
@@ -118,13 +122,17 @@ def draw_findings(d: Draw, config: PathologyConfig, child: bool) -> Findings:
         raised=_draw_raised(d, config.raised_diaphragm * config.rate, missing),
         pleura=d.uniform(2, 10) if d.chance(config.pleural_thickening * f) else 0.0,
         hernia=d.uniform(0.4, 1.6) if d.chance(config.hiatal_hernia * config.rate) else 0.0,
-        pull_up=d.uniform(9, 22) if d.chance(0.012 * config.rate) else 0.0,
+        pull_up=d.uniform(9, 22) if d.chance(config.pull_up * config.rate) else 0.0,
         dense_hu=d.normal(32, 16) + (d.uniform(0, 60) if d.chance(0.4) else 0),
         fluid_hu=d.normal(12, 9),
         devices=_draw_devices(d, config.devices * (config.rate > 0)),
         seed=d.seed(),
         wall_air=(d.integer(0, 1), d.uniform(0.4, 1.0) if d.chance(config.subcutaneous_air * f) else 0.0),
+        dependent=(d.uniform(0.1, 0.8) if d.chance(config.dependent * config.rate) else 0.0, d.uniform(5, 18)),
+        shift=0.0,
     )
+    implants = _draw_implants(d, config.devices * (config.rate > 0), child)
+    return replace(findings, shift=_draw_shift(d, findings), devices=findings.devices + implants)
 
 
 def _side_of(d: Draw, value: int, nothing: int) -> tuple[int, int]:
@@ -168,3 +176,29 @@ def _draw_devices(d: Draw, rate: float) -> tuple[str, ...]:
     if not d.chance(rate):
         return ()
     return tuple(name for name, p in chances.items() if d.chance(p))
+
+
+def _draw_implants(d: Draw, rate: float, child: bool) -> tuple[str, ...]:
+    """Metal that people come with: drawn for itself, as it has nothing to do with lines and tubes."""
+    chances = {"clips": 0.2, "dental": 0.8, "shoulder_prosthesis": 0.12, "hip_prosthesis": 0.2}
+    if not d.chance(rate) or child:
+        return ()
+    return tuple(name for name, p in chances.items() if d.chance(p))
+
+
+def _draw_shift(d: Draw, f: Findings) -> float:
+    """The mediastinum goes to where lung was lost, and away from much fluid and from air under tension."""
+    pull, push = d.uniform(12, 42), d.uniform(0.1, 0.45)
+    tension = d.uniform(10, 35) if d.chance(0.25) else 0.0
+    collapsed, shrunk = d.chance(0.5), d.uniform(0, 12)
+    shift = 0.0
+    for side, sign in ((0, 1.0), (1, -1.0)):
+        if f.missing[side]:
+            shift += sign * pull
+        elif f.white[side] and collapsed:
+            shift += sign * 0.8 * pull
+        elif f.lobar[side] >= 0 and collapsed:
+            shift += sign * shrunk
+        shift -= sign * push * max(f.effusion[side] - 25, 0)
+        shift -= sign * tension * (f.pneumothorax[side] > 0)
+    return min(max(shift, -45.0), 45.0)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cascadeseg.synthesis import anatomy
-from cascadeseg.synthesis.fields import Beads, Slices, splat
+from cascadeseg.synthesis.fields import Beads, Slices, normalised, splat
 from cascadeseg.synthesis.scene import Scene
 from cascadeseg.synthesis.tissue import Tissue
 
@@ -92,15 +92,28 @@ def paint_cavity(scene: Scene, lung: Lung) -> None:
 
 
 def diffuse(scene: Scene, side: int, base: Tensor) -> Tensor:
-    """The lung's smooth HU (coarse lattice) with emphysema and mosaic attenuation in it."""
+    """The lung's smooth HU (coarse lattice) with emphysema, mosaic attenuation and dependent density in it."""
     f = scene.patient.findings
     if f.mosaic:
         base = base + f.mosaic * torch.tanh(2.5 * scene.coarse_noise(f.seed + 30, 24.0)) * 0.6
+    if f.dependent[0]:
+        base = torch.lerp(base, torch.full_like(base, f.dense_hu), _dependent_density(scene))
     if f.emphysema[side]:
         up = (scene.body[2] / scene.patient.torso.height - 0.3).clamp(-0.3, 0.7)
         spots = torch.sigmoid((scene.coarse_noise(f.seed + 31, 9.0) - 0.9 + 1.3 * f.emphysema[side] + up) * 6)
         base = torch.lerp(base, torch.full_like(base, -965), 0.85 * f.emphysema[side] * spots)
     return base
+
+
+def _dependent_density(scene: Scene) -> Tensor:
+    """How little air the lowest lung has: least at the wall that the patient lies on, more with each mm above it."""
+    f = scene.patient.findings
+    strength, fade = f.dependent
+    height, _ = _sideways(scene)
+    low = (height / _dependent_wall(scene) - 0.2).div(0.6).clamp(0, 1)
+    depth = -normalised(anatomy.cage(scene.body, scene.patient.torso)).clamp(max=0)
+    uneven = (1 + 0.35 * scene.coarse_noise(f.seed + 63, 28.0)).clamp(0.3, 1.7)
+    return (strength * uneven * low * torch.exp(-depth / (fade * scene.scale))).clamp(max=0.92)
 
 
 def paint_lesions(scene: Scene, lung: Lung, weight: Tensor) -> None:

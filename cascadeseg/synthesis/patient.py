@@ -282,7 +282,7 @@ def _draw_chest(d: Draw, torso: Torso, config: SynthesisConfig) -> Chest:
         roughness=d.uniform(0.5, 2.2),
         ribs_felt=d.uniform(0.2, 1.3),
         tree_seed=d.seed(),
-        leaf=d.uniform(0.24, 0.46),
+        leaf=d.uniform(0.28, 0.54),
         tree_power=d.uniform(2.3, 2.75),
     )
 

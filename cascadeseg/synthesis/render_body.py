@@ -32,7 +32,9 @@ def body_shapes(scene: Scene) -> Shapes:
     patient, p = scene.patient, scene.body
     torso = patient.torso
     x, y, z = p
+    cage = normalised(anatomy.cage(p, torso))
     core = normalised(anatomy.core(p, torso))
+    core = smooth_max(core, cage - anatomy.wall_depth(p, torso) * scene.scale, 10)
     limbs = scene.coarse_splat(anatomy.limbs(patient), 45.0)
     head = torch.minimum(
         ellipsoid(p, (0, 8, torso.height + 225), (70, 90, 105)), ellipsoid(p, (0, 45, torso.height + 140), (48, 42, 40))
@@ -55,7 +57,7 @@ def body_shapes(scene: Scene) -> Shapes:
     return Shapes(
         skin=skin,
         muscle=muscle,
-        cage=normalised(anatomy.cage(p, torso)),
+        cage=cage,
         diaphragm=(normalised(heights[0] - z), normalised(heights[1] - z)),
         below=normalised(z - both),
         mediastinum=between,
@@ -160,8 +162,10 @@ def paint_body(scene: Scene, shapes: Shapes) -> None:
     seed = hu.texture_seed
     grain = scene.noise(seed + 1, 7.0, part)
     muscle = scene.filled(scene.up(shapes.muscle, part))
-    # Sheets of fat between the muscles: where a broad field crosses zero, wider in fat people.
-    sheets = scene.noise(seed + 2, 17.0, part).abs_().mul_(-4.5).add_(0.35 + 0.02 * min(torso.fat, 40.0))
+    # Sheets of fat between the muscles: wavy layers around the rib cage, wider in fat people, none between the ribs.
+    layers = (shapes.cage / scene.scale + 5 * scene.coarse_noise(seed + 2, 17.0) + 3).clamp(min=11) / 11
+    sheets = scene.up(layers, part).frac_().sub_(0.5).abs_()
+    sheets.mul_(-11 * 0.45).add_(0.35 + 0.02 * min(torso.fat, 40.0))
     muscle.mul_(sheets.add_(grain, alpha=0.3).clamp_(0, 0.9).neg_().add_(1))
     inner = torch.lerp(
         torch.full((), hu.fat, device=scene.device), torch.full((), hu.muscle, device=scene.device), muscle
@@ -223,9 +227,20 @@ def paint_cavities(scene: Scene, shapes: Shapes) -> None:
     shell = torch.maximum(shapes.cage, (z - h - 25) * scene.scale)
     shell = torch.maximum(shell, (h - 480 - z) * scene.scale)
     scene.shape(shell, hu.deep_fat, Tissue.MEDIASTINUM, 9.0)
+    _paint_beside_spine(scene, shell)
     scene.shape(torch.maximum(shell, shapes.below), hu.muscle, Tissue.DIAPHRAGM)
     belly = normalised(anatomy.abdominal_cavity(scene.body, scene.patient))
     scene.shape(torch.maximum(belly, shapes.below + 3.2), hu.deep_fat, Tissue.ABDOMEN, 9.0)
+
+
+def _paint_beside_spine(scene: Scene, shell: Tensor) -> None:
+    """Behind the vertebral bodies there is muscle and no fat, up to the lung's edge on the rib heads."""
+    x, y, z = scene.body
+    behind = y - anatomy.spine_y(z, scene.patient) + 0.3 * scene.patient.chest.vertebra
+    behind = torch.maximum(behind, x.abs() - 62) * scene.scale + 3 * scene.coarse_noise(
+        scene.patient.hounsfield.texture_seed + 5, 15.0
+    )
+    scene.shape(torch.maximum(shell, behind), scene.patient.hounsfield.muscle, Tissue.MUSCLE, 7.0)
 
 
 def paint_abdomen(scene: Scene, shapes: Shapes) -> None:
@@ -303,19 +318,12 @@ def _paint_bowel(scene: Scene, colon: Tensor) -> None:
 
 def paint_mediastinum(scene: Scene) -> None:
     """Heart, great vessels, oesophagus and thyroid."""
-    patient, p, k = scene.patient, scene.body, scene.scale
+    patient = scene.patient
     hu = patient.hounsfield
     vessels = anatomy.great_vessels(patient)
     scene.tubes(vessels["cava"], hu.venous_blood, Tissue.BLOOD)
     scene.tubes(vessels["pulmonary"], hu.pulmonary_blood, Tissue.BLOOD)
-    heart = normalised(anatomy.heart(p, patient))
-    scene.shape(heart, hu.myocardium, Tissue.HEART, 4.0)
-    cx, cy, cz = patient.chest.heart_centre
-    rx, ry, rz = patient.chest.heart_radii
-    left = ellipsoid(p, (cx - 0.28 * rx, cy - 0.1 * ry, cz - 0.2 * rz), (0.42 * rx, 0.45 * ry, 0.5 * rz)) * k
-    right = ellipsoid(p, (cx + 0.38 * rx, cy + 0.28 * ry, cz), (0.5 * rx, 0.5 * ry, 0.62 * rz)) * k
-    scene.shape(torch.maximum(right, heart + 3), hu.pulmonary_blood, Tissue.BLOOD)
-    scene.shape(torch.maximum(left, heart + 8), hu.aortic_blood, Tissue.BLOOD)
+    _paint_heart(scene)
     aorta = scene.world(vessels["aorta"])
     part = scene.box_of(aorta, scene.voxel_mm)
     if part is not None:
@@ -333,6 +341,28 @@ def paint_mediastinum(scene: Scene) -> None:
         scene.tubes(some, hu.lumen, Tissue.GAS)
 
 
+def _paint_heart(scene: Scene) -> None:
+    """Muscle with fat in its grooves, and the four chambers."""
+    patient, k = scene.patient, scene.scale
+    hu, chest = patient.hounsfield, patient.chest
+    p = anatomy.displaced(scene.body, patient)
+    heart = normalised(anatomy.heart(scene.body, patient))
+    # Fat under the pericardium: more of it in fat people, and uneven.
+    fat = (2.0 + 2.6 * scene.coarse_noise(chest.tree_seed + 6, 19.0)).clamp(min=0)
+    scene.shape(heart + fat * min(1.7, 0.5 + patient.torso.fat / 25), hu.myocardium, Tissue.HEART, 4.0)
+    cx, cy, cz = chest.heart_centre
+    rx, ry, rz = chest.heart_radii
+    s = rx / 58
+    chambers = (
+        ((cx + 0.38 * rx, cy + 0.28 * ry, cz), (0.5 * rx, 0.5 * ry, 0.62 * rz), 3.0, hu.pulmonary_blood),
+        ((cx + 44 * s, cy - 2, cz + 8), (22 * s, 25 * s, 32 * s), 4.0, hu.venous_blood),
+        ((cx + 18, cy - 34 * s, cz + 18), (34 * s, 18 * s, 22 * s), 3.0, hu.aortic_blood),
+        ((cx - 0.28 * rx, cy - 0.1 * ry, cz - 0.2 * rz), (0.42 * rx, 0.45 * ry, 0.5 * rz), 8.0, hu.aortic_blood),
+    )
+    for centre, radii, wall, blood in chambers:
+        scene.shape(torch.maximum(ellipsoid(p, centre, radii) * k, heart + wall), blood, Tissue.BLOOD)
+
+
 def paint_bones(scene: Scene) -> None:
     """Spine, ribs, sternum, shoulder girdle, pelvis and skull."""
     patient = scene.patient
@@ -345,9 +375,9 @@ def paint_bones(scene: Scene) -> None:
     part = scene.box_of(world, 2 * scene.voxel_mm)
     if part is not None:
         distance = splat(world, scene.axes[part], scene.device, scene.voxel_mm)
-        marrow = scene.filled(distance + 1.6)
+        marrow = scene.filled(distance + 1.1)
         weight = scene.filled(distance)
-        ends = [torch.full((), v, device=scene.device) for v in (hu.cortical, hu.trabecular)]
+        ends = [torch.full((), v, device=scene.device) for v in (hu.cortical, 0.75 * hu.trabecular)]
         scene.paint(part, weight, torch.lerp(ends[0], ends[1], marrow), Tissue.BONE)
     _paint_head(scene)
 

@@ -43,6 +43,9 @@ def _branches(patient: Patient, side: int) -> Branches:
     zc = chest.carina
     artery_root = np.array([s * 36.0, -5.0, zc - (26 if s > 0 else 12)])
     vein_root = np.array([s * 26.0, -8.0, zc - 48])
+    roots = torch.from_numpy(np.stack([artery_root, vein_root])).float()
+    roots = anatomy.moved(Beads(roots, torch.ones(2)), patient).centres
+    artery_root, vein_root = roots.double().numpy()
     half = len(cloud) // 2
     artery = grow_tree(rng, artery_root, cloud[:half], chest.leaf, chest.tree_power, 6.0)
     vein = grow_tree(rng, vein_root, cloud[half:], chest.leaf, chest.tree_power, 6.0)
@@ -222,8 +225,14 @@ def _paint_trees(scene: Scene, lung: Lung, weight: Tensor) -> None:
 
 
 def paint_airways(scene: Scene) -> None:
-    """Trachea and main bronchi: a thin wall and air, over everything else."""
+    """Trachea, main and lobar bronchi: a thin wall and air, over everything else."""
     hu = scene.patient.hounsfield
+    for side in (0, 1):
+        if scene.patient.findings.missing[side]:
+            continue
+        lobar = anatomy.lobar_bronchi(scene.patient, side)
+        scene.tubes(lobar.grown(1.0), hu.muscle - 40, Tissue.BRONCHUS)
+        scene.tubes(lobar, hu.lumen + 10, Tissue.BRONCHUS)
     beads = anatomy.airways(scene.patient)
     scene.tubes(beads.grown(1.5), hu.muscle - 20, Tissue.AIRWAY_WALL)
     scene.tubes(beads, hu.lumen, Tissue.AIRWAY)

@@ -17,7 +17,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Scanner:
-    """How the volume was acquired and reconstructed (mm, HU)."""
+    """How the volume was acquired and reconstructed (mm, HU).
+
+    Attributes:
+        motion_mm, pulse_mm: how far apart the two contours of the diaphragm, and of the heart, are.
+        starvation_hu: of the streaks between the shoulders, where hardly a photon comes through.
+        metal_hu: of the streaks beside metal, in patients who have some.
+    """
 
     pixel_mm: float
     slice_mm: float
@@ -42,6 +48,9 @@ class Scanner:
     cloth: int
     motion_mm: float
     seed: int
+    pulse_mm: float
+    starvation_hu: float
+    metal_hu: float
 
 
 @dataclass(frozen=True)
@@ -87,6 +96,9 @@ def draw_scanner(d: Draw, config: SynthesisConfig) -> Scanner:
         cloth=d.integer(0, 3) if d.chance(0.7 * c.cloth) else 0,
         motion_mm=d.uniform(1.5, 6) if d.chance(0.15 * a.blur) else 0.0,
         seed=d.seed(),
+        pulse_mm=d.uniform(2, 8) if d.chance(0.2 * a.blur) else 0.0,
+        starvation_hu=d.uniform(20, 130) * a.streaks if d.chance(0.2) else 0.0,
+        metal_hu=d.uniform(300, 1200) * a.streaks,
     )
 
 

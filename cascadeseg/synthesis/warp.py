@@ -33,7 +33,9 @@ class Warp:
         self.height = torso.height
         rng = np.random.default_rng(torso.field_seed)
         waves, pushes, phases = [], [], []
-        for length, amplitude in ((230 * torso.size, torso.warp[0]), (75 * torso.size, torso.warp[1])):
+        for length, drawn in ((230 * torso.size, torso.warp[0]), (75 * torso.size, torso.warp[1])):
+            # Waves as long as the patient is small are as high, too: children are no more crooked than adults.
+            amplitude = drawn * min(1.0, torso.size)
             k = rng.standard_normal((_WAVES, 3))
             k *= (2 * np.pi / (length * rng.uniform(0.7, 1.6, _WAVES)) / np.linalg.norm(k, axis=1))[:, None]
             waves.append(k)

@@ -1,0 +1,193 @@
+"""Metal, heartbeat, starved shoulders, and a mediastinum that moves: what they change, and what they must not."""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import cc3d
+import numpy as np
+import pytest
+import torch
+
+from cascadeseg.geometry import Box, Grid
+from cascadeseg.synthesis import PRESETS, Patient, Phantom, Tissue, render, sample_patient
+
+SPACING = 6.0
+METAL = ("pacemaker", "spinal_rods", "sternal_wires", "clips", "dental", "shoulder_prosthesis", "hip_prosthesis")
+
+
+def quiet(seed: int = 1, scanner: dict[str, Any] | None = None, **findings: Any) -> Patient:
+    """A healthy patient in a scanner without noise, and what a test adds to them."""
+    patient = sample_patient(seed, PRESETS["healthy"])
+    still: dict[str, Any] = {
+        "noise_hu": 0.0, "streaks_hu": 0.0, "cupping_hu": 0.0, "pulse_mm": 0.0, "starvation_hu": 0.0, "metal_hu": 0.0,
+        "motion_mm": 0.0, "up": (0.0, 1.0), "circular": False,
+    }  # fmt: skip
+    return replace(
+        patient,
+        findings=replace(patient.findings, **findings),
+        scanner=replace(patient.scanner, **(still | (scanner or {}))),
+        torso=replace(patient.torso, rotation=(0.0, 0.0, 0.0)),
+    )
+
+
+def chest_of(patient: Patient, half: tuple[float, float, float] = (180, 150, 190), spacing: float = SPACING) -> Grid:
+    x, y, z = patient.torso.offset
+    middle = np.array([x, y, z + 0.35 * patient.torso.height * patient.torso.size])
+    first = np.round((middle - np.asarray(half)) / spacing) * spacing
+    return Grid.axis_aligned([2 * round(h / spacing) + 1 for h in half], (spacing,) * 3, first)
+
+
+def pair(patient: Patient, other: Patient, **grid: Any) -> tuple[Phantom, Phantom]:
+    return render(patient, chest_of(patient, **grid)), render(other, chest_of(patient, **grid))
+
+
+def test_with_every_artefact_a_box_still_equals_the_box_cut_from_the_whole() -> None:
+    scanner = {"pulse_mm": 7.0, "starvation_hu": 80.0, "metal_hu": 900.0, "streaks_hu": 30.0, "noise_hu": 10.0}
+    patient = quiet(5, scanner, devices=METAL, shift=-25.0, dependent=(0.6, 10.0))
+    grid = chest_of(patient)
+    whole = render(patient, grid)
+    a, b, c = grid.shape
+    for box in (Box((a // 4, b // 5, c // 3), (3 * a // 4, 4 * b // 5, 2 * c // 3)), Box((3, 3, c // 2), (a, b, c))):
+        part = render(patient, grid.cropped(box))
+        assert torch.equal(part.labels, whole.labels[box.slices])
+        assert (part.hu - whole.hu[box.slices]).abs().max() <= 1
+
+
+def test_metal_streaks_its_own_slices_and_no_label() -> None:
+    rods = ("spinal_rods",)
+    clean, streaked = pair(quiet(devices=rods), quiet(scanner={"metal_hu": 900.0}, devices=rods))
+    assert torch.equal(clean.labels, streaked.labels)
+    difference = (streaked.hu - clean.hu).abs()
+    metal = (clean.tissues == int(Tissue.METAL)).any(dim=0).any(dim=0)
+    near = torch.nn.functional.max_pool1d(metal[None].float(), 7, 1, 3)[0] > 0
+    assert difference[:, :, ~near].max() == 0
+    here = difference[:, :, metal]
+    assert float((here > 10).float().mean()) > 0.1
+    lung = clean.labels[:, :, metal] > 0
+    assert 5 < float(here[lung].mean()) < 200
+
+
+def test_without_metal_there_are_no_streaks() -> None:
+    clean, same = pair(quiet(), quiet(scanner={"metal_hu": 900.0}))
+    assert torch.equal(clean.hu, same.hu)
+
+
+@cache
+def whole_body(*devices: str) -> torch.Tensor:
+    """HU from the teeth to the hips."""
+    patient = quiet(devices=devices)
+    return render(patient, chest_of(patient, (220, 120, 560), 8.0)).hu
+
+
+@pytest.mark.parametrize("name", METAL)
+def test_each_implant_is_dense_somewhere(name: str) -> None:
+    assert float((whole_body(name) - whole_body()).max()) > 40
+
+
+def test_a_beating_heart_has_two_contours_and_the_same_labels() -> None:
+    calm, beating = pair(quiet(), quiet(scanner={"pulse_mm": 8.0}))
+    assert torch.equal(calm.labels, beating.labels)
+    changed = (calm.hu - beating.hu).abs() > 30
+    share = [float(changed[calm.tissues == int(t)].float().mean()) for t in (Tissue.HEART, Tissue.SKIN, Tissue.LUNG)]
+    assert share[0] > 0.01
+    assert float(changed.float().mean()) < 0.05
+    outer = torch.ones_like(changed)
+    outer[changed.shape[0] // 8 : -changed.shape[0] // 8] = False
+    assert not bool((changed & outer).any())
+
+
+def test_starved_shoulders_leave_the_bases_alone() -> None:
+    plain, starved = pair(quiet(), quiet(scanner={"starvation_hu": 100.0}))
+    change = (plain.hu - starved.hu).abs().mean(dim=(0, 1))
+    assert change[: len(change) // 3].max() == 0
+    assert change[-len(change) // 4 :].max() > 5
+    # Much less of it in air.
+    air = plain.hu < -950
+    difference = (plain.hu - starved.hu).abs()
+    assert float(difference[air].mean()) < 0.3 * float(difference[~air].mean())
+
+
+def test_the_mediastinum_moves_with_its_trachea_and_the_lungs_follow() -> None:
+    centred, moved = pair(quiet(), quiet(shift=35.0))
+    places = []
+    for phantom in (centred, moved):
+        low = phantom.tissues == int(Tissue.AIRWAY)
+        places.append(float(torch.nonzero(low)[:, 0].float().mean()) * SPACING)
+    assert 8 < places[1] - places[0] < 40
+    right, left = ([int((p.labels == v).sum()) for p in (centred, moved)] for v in (1, 2))
+    assert right[1] < 0.9 * right[0]
+    assert left[1] > 1.1 * left[0]
+    pieces = cc3d.connected_components(moved.labels.numpy(), connectivity=6)
+    sizes = np.sort(np.bincount(pieces.ravel())[1:])[::-1]
+    assert sizes[2:].sum() < 0.005 * sizes[:2].sum()
+
+
+def test_it_moves_to_the_missing_lung_and_away_from_fluid() -> None:
+    patients = [sample_patient(seed, PRESETS["oncology"]).findings for seed in range(300)]
+    lost = [f for f in patients if sum(f.missing) and not any(f.effusion) and not any(f.pneumothorax)]
+    assert len(lost) > 5
+    for f in lost:
+        assert f.shift * (1 if f.missing[0] else -1) > 0
+    fluid = [sample_patient(seed, PRESETS["effusion"]).findings for seed in range(100)]
+    flooded = [f for f in fluid if f.effusion[0] > 45 and not f.effusion[1] and f.lobar == (-1, -1)]
+    assert flooded
+    assert all(f.shift < 0 for f in flooded if not any(f.white) and not any(f.missing) and not f.pneumothorax[1])
+    healthy = [sample_patient(seed, PRESETS["healthy"]).findings for seed in range(50)]
+    assert all(f.shift == 0 and f.dependent[0] == 0 for f in healthy)
+
+
+def test_dependent_lung_is_densest_at_the_wall_and_stays_lung() -> None:
+    airy, dense = pair(quiet(), quiet(dependent=(0.7, 10.0)))
+    assert torch.equal(airy.labels, dense.labels)
+    gain = dense.hu - airy.hu
+    inside = airy.labels > 0
+    # Rows from the back of each column of lung: 0 is the voxel at the dorsal wall.
+    depth = inside.long().cumsum(dim=1) - 1
+    means = [float(gain[inside & (depth == d) & (airy.tissues == int(Tissue.LUNG))].mean()) for d in range(8)]
+    assert means[1] > 80
+    assert means[1] > means[3] > means[5] >= means[7] >= 0
+
+
+def test_air_leads_from_the_trachea_into_both_lungs_and_the_large_airways_are_no_lung() -> None:
+    patient = quiet()
+    x, y, z = patient.torso.offset
+    half = np.array([70.0, 60.0, 70.0])
+    middle = np.array([x, y, z + (patient.chest.carina - 20) * patient.torso.size])
+    grid = Grid.axis_aligned([71, 61, 71], (2.0,) * 3, np.round((middle - half) / 2) * 2)
+    phantom = render(patient, grid)
+    inside = phantom.labels > 0
+    airway = phantom.tissues == int(Tissue.AIRWAY)
+    assert int((airway & inside).sum()) <= 0.01 * int(airway.sum())
+    air = (phantom.hu < -600) & (airway | (phantom.tissues == int(Tissue.BRONCHUS)))
+    pieces = cc3d.connected_components(air.numpy(), connectivity=26)
+    tree = pieces == np.bincount(pieces[airway.numpy()])[1:].argmax() + 1
+    for value in (1, 2):
+        assert (tree & (phantom.labels.numpy() == value)).sum() > 5
+
+
+def test_a_stomach_in_the_chest_is_gas_that_is_no_lung() -> None:
+    patient = quiet(pull_up=20.0)
+    patient = replace(patient, abdomen=replace(patient.abdomen, stomach_gas=0.9))
+    grid = chest_of(patient)
+    phantom = render(patient, grid)
+    high = round((patient.torso.offset[2] + 30 * patient.torso.size - grid.affine[2, 3]) / SPACING)
+    gas = phantom.tissues[:, :, high:] == int(Tissue.GAS)
+    assert int(gas.sum()) * SPACING**3 > 20_000
+    assert not bool((gas & (phantom.labels[:, :, high:] > 0)).any())
+
+
+def test_the_colon_reaches_the_left_dome_and_lungs_reach_below_the_domes() -> None:
+    patient = quiet()
+    patient = replace(patient, abdomen=replace(patient.abdomen, flexure_height=1.0, colon_gas=1.0))
+    grid = chest_of(patient)
+    phantom = render(patient, grid)
+    lung = phantom.labels == 2
+    bottom = torch.where(lung.any(dim=2), lung.int().argmax(dim=2), 10**6)
+    gas = phantom.tissues == int(Tissue.GAS)
+    top = gas.shape[2] - 1 - gas.flip(2).int().argmax(dim=2)
+    gap = (bottom - top)[gas.any(dim=2) & lung.any(dim=2)] * SPACING
+    assert 0 < int(gap.min()) <= 24
+    dome = patient.torso.offset[2]
+    lowest = grid.affine[2, 3] + SPACING * int(torch.nonzero(phantom.labels)[:, 2].min())
+    assert lowest < dome - 25 * patient.torso.size
