@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from cascadeseg.cascade.locate import Coarse
+from cascadeseg.cascade.locate import LAYERS, Coarse, copy_of
 from cascadeseg.geometry import Box, Grid
 from cascadeseg.labels import LEFT_LUNG, LUNGS, RIGHT_LUNG, Label
 
@@ -94,16 +94,27 @@ def settle_sides(coarse: Coarse) -> Coarse:
     found[1] = np.where(left, more, np.where(right, less, found[1]))
     found *= ~stray
     # What lies outside the box was not found to be lung, and stays as it is.
-    lungs = coarse.lungs.clone()
+    lungs = copy_of(coarse.lungs)
     lungs[:, *box.slices] = torch.from_numpy(found).to(lungs)
     return Coarse(lungs, coarse.grid)
 
 
 def _found(coarse: Coarse) -> tuple[Box, Field]:
     """The box of all that was found, and a copy of the probabilities in it: (2, X, Y, Z) float32."""
-    box = bounds(coarse.lungs.sum(dim=0) > 0.5) or Box((0, 0, 0), (0, 0, 0))
+    parts = [
+        inner.shifted((0, 0, start))
+        for start in range(0, coarse.grid.shape[2], LAYERS)
+        if (inner := bounds(coarse.lungs[..., start : start + LAYERS].sum(dim=0) > 0.5))
+    ]
+    box = _around(parts) if parts else Box((0, 0, 0), (0, 0, 0))
     lungs: Field = coarse.lungs[:, *box.slices].detach().to("cpu", torch.float32, copy=True).numpy()
     return box, lungs
+
+
+def _around(boxes: list[Box]) -> Box:
+    x0, y0, z0 = (min(box.start[axis] for box in boxes) for axis in range(3))
+    x1, y1, z1 = (max(box.stop[axis] for box in boxes) for axis in range(3))
+    return Box((x0, y0, z0), (x1, y1, z1))
 
 
 def _sides(lungs: Field) -> dict[Label, Mask]:

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from cascadeseg.cascade.resample import resample_scan
 from cascadeseg.formats.scan import Scan
-from cascadeseg.geometry import Box, Grid
+from cascadeseg.geometry import Box, Grid, Shape
 from cascadeseg.network.bounded import Runner
-from cascadeseg.network.engine import Slab, slabs_of
+from cascadeseg.network.engine import slabs_of
+from cascadeseg.network.levels import Slab
 from cascadeseg.network.model import Stage, View
 
 SLAB_MM = 384.0
 CONTEXT_MM = 96.0
+KEPT_MM = 128.0
+"""Further from all that was found stage 2 never looks: its boxes' margin, all their growth and some more."""
+LAYERS = 32
+"""Layers looked at or copied at a time."""
 
 
 @dataclass(frozen=True)
@@ -37,18 +43,63 @@ def coarse_grid(scan: Scan, view: View) -> Grid:
 
 
 def locate(scan: Scan, engine: Runner) -> Coarse:
-    """Finds both lungs in a canonical scan, slab by slab along z: memory beyond the probabilities is that of one slab.
+    """Finds both lungs in a canonical scan, slab by slab along z: memory beyond what is kept is that of one slab.
 
-    Slabs are the same at any memory limit, and so is what is found.
+    Slabs are the same at any memory limit, and so is what is found. Further than `KEPT_MM` above and below all that
+    was found the probabilities are zero, and take no memory.
     """
     view = engine.stage.view
     grid = coarse_grid(scan, view)
-    lungs = torch.zeros((2, *grid.shape), dtype=torch.float16, device=engine.device)
+    lungs = _zeros(grid.shape, engine.device)
+    found = torch.zeros(grid.shape[2], dtype=torch.bool)
+    before: tuple[Slab, Tensor] | None = None
     for slab in slabs_along_z(grid.shape[2], engine.stage):
         image = resample_scan(scan, grid.cropped(_layers(grid, slab.seen)), view, engine.device)
-        probabilities = torch.softmax(engine(image[None]), dim=0)[1:]
-        lungs[..., slab.kept] = probabilities[..., slab.kept_of_seen]
+        probabilities = engine(image[None], _probabilities)[..., slab.kept_of_seen]
+        del image
+        found[slab.kept] = (probabilities.sum(dim=0) > 0.5).any(dim=0).any(dim=0).cpu()
+        if before is not None:
+            _keep(lungs, before, found, view)
+        before = slab, probabilities
+    if before is not None:
+        _keep(lungs, before, found, view)
     return Coarse(lungs, grid)
+
+
+def _probabilities(logits: Tensor) -> Tensor:
+    """(3, X, Y, z) logits to (2, X, Y, z) float16 probabilities of the lungs."""
+    return torch.softmax(logits, dim=0)[1:].half()
+
+
+def _keep(lungs: Tensor, slab: tuple[Slab, Tensor], found: Tensor, view: View) -> None:
+    """Puts what lies near enough to what was found in its place."""
+    here, probabilities = slab
+    beyond = int(KEPT_MM / view.spacing_mm)
+    layers = torch.nonzero(found[max(0, here.kept.start - beyond) : here.kept.stop + beyond]).flatten()
+    if len(layers) == 0:
+        return
+    first, last = (int(layer) + max(0, here.kept.start - beyond) for layer in (layers[0], layers[-1]))
+    low, high = max(here.kept.start, first - beyond), min(here.kept.stop, last + 1 + beyond)
+    lungs[..., low:high] = probabilities[..., low - here.kept.start : high - here.kept.start]
+
+
+def _zeros(shape: Shape, device: torch.device) -> Tensor:
+    """(2, X, Y, Z) float16; a layer of it takes no memory of the host until it is written."""
+    nx, ny, nz = shape
+    if device.type != "cpu":
+        return torch.zeros((2, *shape), dtype=torch.float16, device=device)
+    return torch.from_numpy(np.zeros((nz, 2, ny, nx), np.float16)).permute(1, 3, 2, 0)
+
+
+def copy_of(lungs: Tensor) -> Tensor:
+    """A copy of (2, X, Y, Z) probabilities that takes memory only where they do."""
+    _, nx, ny, nz = lungs.shape
+    copy = _zeros((nx, ny, nz), lungs.device)
+    for start in range(0, nz, LAYERS):
+        layers = lungs[..., start : start + LAYERS]
+        if bool(layers.any()):
+            copy[..., start : start + LAYERS] = layers
+    return copy
 
 
 def slabs_along_z(depth: int, stage: Stage) -> list[Slab]:

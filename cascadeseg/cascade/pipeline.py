@@ -30,6 +30,7 @@ from cascadeseg.cascade.plan import Plan, plan
 from cascadeseg.cascade.refine import Refined, refine
 from cascadeseg.errors import ModelError
 from cascadeseg.formats import read_scan, scan_of
+from cascadeseg.formats.memory import give_back_freed_memory
 from cascadeseg.formats.scan import Scan
 from cascadeseg.geometry import Box, canonical_view
 from cascadeseg.labels import LUNGS, Label
@@ -242,6 +243,7 @@ class _Clock:
         yield
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+        give_back_freed_memory()
         self.seconds[name] = time.perf_counter() - start
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -55,19 +54,22 @@ def lung_image(scan: Scan, coarse: Coarse | None, label: Label, grid: Grid, view
     if view.prior:
         if coarse is None:
             raise ValueError("a stage with a prior needs stage 1's probabilities")
-        image[1] = mirrored(resample_volume(_opinion(coarse, label, device), coarse.grid, grid), label)
+        image[1] = mirrored(_opinion(coarse, label, grid, view.prior_spacing_mm, device), label)
     return image
 
 
-def _opinion(coarse: Coarse, label: Label, device: torch.device) -> Callable[[Box], Tensor]:
-    """What gives the difference of this lung's probability and the other's in a box of the coarse grid."""
+def _opinion(coarse: Coarse, label: Label, grid: Grid, spacing_mm: float, device: torch.device) -> Tensor:
+    """(X, Y, Z) this lung's probability minus the other's, seen at a spacing (0: stage 1's own), on a crop's grid."""
     this = LUNGS.index(label)
 
     def difference(box: Box) -> Tensor:
         mine, others = (coarse.lungs[side][box.slices].float() for side in (this, 1 - this))
         return (mine - others).to(device)
 
-    return difference
+    if not spacing_mm:
+        return resample_volume(difference, coarse.grid, grid)
+    vague = grid.resampled(spacing_mm)
+    return resample_volume(resample_volume(difference, coarse.grid, vague), vague, grid)
 
 
 def mirrored(volume: Tensor, label: Label) -> Tensor:

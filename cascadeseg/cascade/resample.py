@@ -9,7 +9,7 @@ converted as they are needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -69,11 +69,20 @@ def resampling_matrices(source: Grid, target: Grid) -> tuple[Tensor, Tensor, Ten
     return x, y, z
 
 
-def resample_volume(volume: Tensor, source: Grid, target: Grid) -> Tensor:
-    """(X, Y, Z) floats on one grid to (X, Y, Z) float32 on another with the same directions; zero outside."""
-    wx, wy, wz = (w.to(volume.device) for w in resampling_matrices(source, target))
-    x, y, z = (_used(w) for w in (wx, wy, wz))
-    part = volume[x, y, z].permute(2, 1, 0).float().contiguous()
+def resample_volume(volume: Tensor | Callable[[Box], Tensor], source: Grid, target: Grid) -> Tensor:
+    """(X, Y, Z) floats on one grid to (X, Y, Z) float32 on another with the same directions; zero outside.
+
+    Args:
+        volume: the floats, or what gives those of a box.
+        source: their grid.
+        target: the other grid.
+    """
+    matrices = resampling_matrices(source, target)
+    x, y, z = (_used(w) for w in matrices)
+    box = Box((x.start, y.start, z.start), (x.stop, y.stop, z.stop))
+    part = volume[box.slices] if isinstance(volume, Tensor) else volume(box)
+    wx, wy, wz = (w.to(part.device) for w in matrices)
+    part = part.permute(2, 1, 0).float().contiguous()
     return _resample(part, wx[:, x], wy[:, y], wz[:, z]).permute(2, 1, 0)
 
 

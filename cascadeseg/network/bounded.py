@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib.util import find_spec
 from typing import Literal, Protocol
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from cascadeseg.errors import DeviceError
 from cascadeseg.network.engine import Engine, Precision, in_slabs
+from cascadeseg.network.levels import Finish, unchanged
 from cascadeseg.network.model import Stage
 
 EngineKind = Literal["auto", "torch", "openvino"]
@@ -30,7 +32,7 @@ class Runner(Protocol):
     @property
     def precision(self) -> str: ...
 
-    def __call__(self, image: Tensor) -> Tensor: ...
+    def __call__(self, image: Tensor, finish: Finish = unchanged) -> Tensor: ...
 
 
 def open_engine(stage: Stage, device: torch.device, precision: Precision = "auto", kind: EngineKind = "auto") -> Runner:
@@ -82,12 +84,13 @@ class BoundedEngine:
         """Voxels, context included, that may go through the network at a time."""
         self.notes: list[str] = []
 
-    def __call__(self, image: Tensor) -> Tensor:
-        """Logits of an image of any size: (C, X, Y, Z) float32 to (K, X, Y, Z) float32."""
+    def __call__(self, image: Tensor, finish: Finish = unchanged) -> Tensor:
+        """Logits of an image of any size: (C, X, Y, Z) float32 to (K, X, Y, Z) float32, or what ``finish`` makes."""
         length = self.tile_length(image.shape)
         while True:
             try:
-                return in_slabs(self._engine, image, length=length, context=self.stage.unet.context)
+                run = partial(self._engine, finish=finish)
+                return in_slabs(run, image, length=length, context=self.stage.unet.context)
             except (MemoryError, RuntimeError) as error:
                 if not _is_out_of_memory(error):
                     raise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -12,10 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cascadeseg.errors import DeviceError
+from cascadeseg.network.levels import Finish, Slab, in_levels, streamed_levels, unchanged
 from cascadeseg.network.model import Stage
+from cascadeseg.network.unet import UNet
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def find_device(name: str) -> torch.device:
@@ -73,23 +74,49 @@ class Engine:
         self.precision = fast_precision(device) if precision == "auto" else precision
         network = stage.network()
         network.fold()
-        self._dtype = _DTYPES[self.precision]
+        self._dtype = DTYPES[self.precision]
         self._network = network.to(device, self._dtype).to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
 
     @torch.inference_mode()
-    def __call__(self, image: Tensor) -> Tensor:
+    def __call__(self, image: Tensor, finish: Finish = unchanged) -> Tensor:
         """Logits of an image of any size.
 
         Args:
             image: (C, X, Y, Z) float32, zero where there is air.
+            finish: done to the logits, (K, X, Y, z) to (any, X, Y, z), a slab of any thickness at a time.
 
         Returns:
-            (out_channels, X, Y, Z) float32 logits on the engine's device.
+            (out_channels, X, Y, Z) float32 logits on the engine's device, or what ``finish`` makes of them.
         """
-        padded, shape = padded_to(image, self.stage.unet.stride)
-        batch = padded[None].to(self.device, self._dtype).contiguous(memory_format=torch.channels_last_3d)
-        logits: Tensor = self._network(batch)
-        return logits[0, :, : shape[0], : shape[1], : shape[2]].float()
+        padded, (nx, ny, nz) = padded_to(image, self.stage.unet.stride)
+        if self.device.type == "cpu" and streamed_levels(self.stage.unet):
+            logits = in_levels(_TorchParts(self._network, self._dtype), padded, finish)
+        else:
+            batch = padded[None].to(self.device, self._dtype).contiguous(memory_format=torch.channels_last_3d)
+            logits = finish(self._network(batch)[0].float())
+        return logits[:, :nx, :ny, :nz]
+
+
+class _TorchParts:
+    """A torch network cut below its finest levels (`levels.Parts`)."""
+
+    def __init__(self, network: UNet, dtype: torch.dtype) -> None:
+        self.network, self.config, self.dtype = network, network.config, dtype
+
+    def descend(self, level: int, x: Tensor) -> tuple[Tensor, Tensor]:
+        batch = self._batch(x)
+        skip, lower = self.network.descend(level, self.network.stemmed(batch) if level == 0 else batch)
+        return skip[0], lower[0]
+
+    def beneath(self, x: Tensor) -> Tensor:
+        return self.network.beneath(streamed_levels(self.config), self._batch(x))[0]
+
+    def ascend(self, level: int, lower: Tensor, skip: Tensor) -> Tensor:
+        x = self.network.ascend(level, self._batch(lower), self._batch(skip))
+        return self.network.headed(x)[0].float() if level == 0 else x[0]
+
+    def _batch(self, x: Tensor) -> Tensor:
+        return x[None].to(self.dtype).contiguous(memory_format=torch.channels_last_3d)
 
 
 def padded_to(image: Tensor, stride: int) -> tuple[Tensor, tuple[int, int, int]]:
@@ -98,24 +125,6 @@ def padded_to(image: Tensor, stride: int) -> tuple[Tensor, tuple[int, int, int]]
     missing = [-n % stride for n in (nz, ny, nx)]
     padding = [pad for m in missing for pad in (0, m)]
     return (F.pad(image, padding) if any(missing) else image), (nx, ny, nz)
-
-
-@dataclass(frozen=True)
-class Slab:
-    """Part of a long image along z.
-
-    Attributes:
-        kept: the slices that this slab gives.
-        seen: these and their context on both sides.
-    """
-
-    kept: slice
-    seen: slice
-
-    @property
-    def kept_of_seen(self) -> slice:
-        """Where ``kept`` lies in an image of ``seen``."""
-        return slice(self.kept.start - self.seen.start, self.kept.stop - self.seen.start)
 
 
 def slabs_of(depth: int, length: int, context: int) -> list[Slab]:

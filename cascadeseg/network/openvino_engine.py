@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from cascadeseg.network.blocks import BottleneckBlock, ConvNorm, ResidualBlock
-from cascadeseg.network.engine import Precision, fast_precision, padded_to
+from cascadeseg.network.engine import DTYPES, Precision, fast_precision, padded_to
+from cascadeseg.network.levels import Finish, in_levels, streamed_levels, unchanged
 from cascadeseg.network.model import Stage
 from cascadeseg.network.unet import UNet
 
@@ -65,38 +66,104 @@ class OpenVinoEngine:
             "INFERENCE_NUM_THREADS": torch.get_num_threads(),
             "ENABLE_CPU_PINNING": False,  # several processes would otherwise share one core
         }
-        self._network = openvino.Core().compile_model(graph_of(network), "CPU", settings)
+        self._parts = _OpenVinoParts(network, settings, self.precision)
 
-    def __call__(self, image: Tensor) -> Tensor:
-        """Logits of an image of any size: (C, X, Y, Z) float32 to (out_channels, X, Y, Z) float32."""
-        padded, shape = padded_to(image, self.stage.unet.stride)
-        # A request of its own for each image: kept, it would hold on to the memory of the largest one.
-        request = self._network.create_infer_request()
-        request.infer([padded[None].contiguous().numpy()], share_inputs=True)
-        logits = torch.from_numpy(request.get_output_tensor().data.copy())
-        del request
-        self._network.release_memory()  # of the activations, which the other stage could not use
-        return logits[0, :, : shape[0], : shape[1], : shape[2]]
+    def __call__(self, image: Tensor, finish: Finish = unchanged) -> Tensor:
+        """Logits of an image of any size: (C, X, Y, Z) float32 to (out_channels, X, Y, Z) float32, or ``finish``ed."""
+        padded, (nx, ny, nz) = padded_to(image, self.stage.unet.stride)
+        logits = in_levels(self._parts, padded, finish) if self._parts.levels else finish(self._parts.beneath(padded))
+        return logits[:, :nx, :ny, :nz]
+
+
+class _OpenVinoParts:
+    """A network as graphs: one for each streamed level down and up, and one for all beneath (`levels.Parts`)."""
+
+    def __init__(self, network: UNet, settings: dict[str, Any], precision: str) -> None:
+        self.config = network.config
+        self.dtype = DTYPES[precision]
+        self.levels = streamed_levels(network.config)
+        core = openvino.Core()
+
+        def compiled(model: openvino.Model) -> Any:
+            return core.compile_model(model, "CPU", settings)
+
+        self._down = [compiled(_descending(network, level)) for level in range(self.levels)]
+        self._beneath = compiled(_beneath(network, self.levels) if self.levels else graph_of(network))
+        self._up = [compiled(_ascending(network, level)) for level in range(self.levels)]
+
+    def descend(self, level: int, x: Tensor) -> tuple[Tensor, Tensor]:
+        skip, lower = _infer(self._down[level], x)
+        return skip, lower
+
+    def beneath(self, x: Tensor) -> Tensor:
+        return _infer(self._beneath, x)[0]
+
+    def ascend(self, level: int, lower: Tensor, skip: Tensor) -> Tensor:
+        return _infer(self._up[level], lower, skip)[0]
+
+
+def _infer(compiled: Any, *inputs: Tensor) -> list[Tensor]:
+    """(C, X, Y, Z) each to (K, X, Y, Z) float32 each."""
+    # A request of its own each time: kept, it would hold on to the memory of the largest one.
+    request = compiled.create_infer_request()
+    request.infer([x[None].float().contiguous().numpy() for x in inputs], share_inputs=True)
+    outputs = [torch.from_numpy(request.get_output_tensor(n).data.copy())[0] for n in range(len(compiled.outputs))]
+    del request
+    compiled.release_memory()  # of the activations, which the other parts could not use
+    return outputs
 
 
 def graph_of(network: UNet) -> openvino.Model:
     """A folded `UNet` as an OpenVINO graph of (1, C, X, Y, Z) to (1, K, X, Y, Z), any multiple of its stride."""
-    config = network.config
-    cells = config.stem == "space_to_depth"
-    image = op.parameter([1, config.in_channels, -1, -1, -1], np.float32)
-    x = op.space_to_depth(image, "depth_first", 2) if cells else image
-    x = _active(network.stem, x)
-    skips = []
-    for level, blocks in enumerate(network.encoder):
-        x = _through(blocks, x)
-        if level < len(network.down):
-            skips.append(x)
-            x = _active(network.down[level], x)
-    for level in reversed(range(len(network.up))):
-        x = op.relu(op.add(_doubled(_normed(network.up[level], x)), skips[level]))
-        x = _through(network.decoder[level], x)
+    image = _features(network.config.in_channels)
+    x = _stemmed(network, image)
+    return openvino.Model([_headed(network, _levels_from(network, 0, x))], [image])
+
+
+def _descending(network: UNet, level: int) -> openvino.Model:
+    """`UNet.descend`, of level 0 from the image."""
+    x = _features(network.config.in_channels if level == 0 else network.config.widths[level])
+    skip = _through(network.encoder[level], _stemmed(network, x) if level == 0 else x)
+    return openvino.Model([skip, _active(network.down[level], skip)], [x])
+
+
+def _beneath(network: UNet, level: int) -> openvino.Model:
+    """`UNet.beneath`."""
+    x = _features(network.config.widths[level])
+    return openvino.Model([_levels_from(network, level, x)], [x])
+
+
+def _ascending(network: UNet, level: int) -> openvino.Model:
+    """`UNet.ascend`, of level 0 to the logits."""
+    lower, skip = (_features(network.config.widths[n]) for n in (level + 1, level))
+    x = _ascended(network, level, lower, skip)
+    return openvino.Model([_headed(network, x) if level == 0 else x], [lower, skip])
+
+
+def _features(channels: int) -> Node:
+    return op.parameter([1, channels, -1, -1, -1], np.float32)
+
+
+def _stemmed(network: UNet, image: Node) -> Node:
+    cells = network.config.stem == "space_to_depth"
+    return _active(network.stem, op.space_to_depth(image, "depth_first", 2) if cells else image)
+
+
+def _headed(network: UNet, x: Node) -> Node:
     logits = _convolved(network.head, x)
-    return openvino.Model([op.depth_to_space(logits, "depth_first", 2) if cells else logits], [image])
+    return op.depth_to_space(logits, "depth_first", 2) if network.config.stem == "space_to_depth" else logits
+
+
+def _levels_from(network: UNet, level: int, x: Node) -> Node:
+    x = _through(network.encoder[level], x)
+    if level == len(network.down):
+        return x
+    return _ascended(network, level, _levels_from(network, level + 1, _active(network.down[level], x)), x)
+
+
+def _ascended(network: UNet, level: int, lower: Node, skip: Node) -> Node:
+    x = op.relu(op.add(_doubled(_normed(network.up[level], lower)), skip))
+    return _through(network.decoder[level], x)
 
 
 def _through(blocks: nn.Module, x: Node) -> Node:

@@ -102,24 +102,48 @@ class UNet(nn.Module):
             (B, out_channels, X, Y, Z) logits; while training with deep supervision a list, finest first, the others at
             the resolution of their level.
         """
-        cells = self.config.stem == "space_to_depth"
-        x = self.activation(self.stem(space_to_depth(image) if cells else image))
+        x = self.stemmed(image)
         skips: list[Tensor] = []
-        for level, blocks in enumerate(self.encoder):
-            x = self._through(blocks, x)
-            if level < len(self.down):
-                skips.append(x)
-                x = self.activation(self.down[level](x))
+        for level in range(len(self.down)):
+            skip, x = self.descend(level, x)
+            skips.append(skip)
+        x = self._through(self.encoder[-1], x)
         features = [x]
         for level in reversed(range(len(self.up))):
-            x = self.activation(F.interpolate(self.up[level](x), scale_factor=2.0) + skips[level])
-            x = self._through(self.decoder[level], x)
+            x = self.ascend(level, x, skips[level])
             features.insert(0, x)
-        logits = self.head(x)
-        logits = depth_to_space(logits) if cells else logits
+        logits = self.headed(x)
         if not (self.training and self.config.deep_supervision):
             return logits
         return [logits, *(head(f) for head, f in zip(self.side_heads, features[1:], strict=True))]
+
+    def stemmed(self, image: Tensor) -> Tensor:
+        """The finest level's input."""
+        x = space_to_depth(image) if self.config.stem == "space_to_depth" else image
+        stemmed: Tensor = self.activation(self.stem(x))
+        return stemmed
+
+    def descend(self, level: int, x: Tensor) -> tuple[Tensor, Tensor]:
+        """A level on the way down: its skip, and the next level's input."""
+        skip = self._through(self.encoder[level], x)
+        return skip, self.activation(self.down[level](skip))
+
+    def beneath(self, level: int, x: Tensor) -> Tensor:
+        """From the input of a level down to the coarsest and up to that level's features."""
+        if level == len(self.down):
+            return self._through(self.encoder[-1], x)
+        skip, lower = self.descend(level, x)
+        return self.ascend(level, self.beneath(level + 1, lower), skip)
+
+    def ascend(self, level: int, lower: Tensor, skip: Tensor) -> Tensor:
+        """A level on the way up, from the features of the next coarser one."""
+        x = self.activation(F.interpolate(self.up[level](lower), scale_factor=2.0) + skip)
+        return self._through(self.decoder[level], x)
+
+    def headed(self, x: Tensor) -> Tensor:
+        """Logits from the finest level's features."""
+        logits: Tensor = self.head(x)
+        return depth_to_space(logits) if self.config.stem == "space_to_depth" else logits
 
     def fold(self) -> None:
         """Folds every BatchNorm into its convolution; for inference only."""

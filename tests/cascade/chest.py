@@ -13,6 +13,7 @@ from cascadeseg.formats.scan import Scan
 from cascadeseg.geometry import Grid
 from cascadeseg.labels import LEFT_LUNG, RIGHT_LUNG
 from cascadeseg.network import Model, UNet, UNetConfig, View, stage_of
+from cascadeseg.network.levels import Finish, unchanged
 
 CENTRES = {RIGHT_LUNG: (62.0, 0.0, 0.0), LEFT_LUNG: (-62.0, 0.0, 6.0)}
 RADII = np.array([44.0, 60.0, 80.0])
@@ -58,15 +59,15 @@ class Thresholder:
     shapes: list[tuple[int, ...]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def __call__(self, image: Tensor) -> Tensor:
+    def __call__(self, image: Tensor, finish: Finish = unchanged) -> Tensor:
         self.shapes.append(tuple(image.shape))
         lung = lung_like(image[0])
         if not self.sides:
             # Stage 2: this lung's share of the prior says which of the two it is.
-            return torch.where(image[1] > -0.5, lung, -6.0)[None]
+            return finish(torch.where(image[1] > -0.5, lung, -6.0)[None])
         middle = image.shape[1] / 2
         right = torch.arange(image.shape[1])[:, None, None] > middle
-        return torch.stack([-lung, torch.where(right, lung, -9.0), torch.where(right, -9.0, lung)])
+        return finish(torch.stack([-lung, torch.where(right, lung, -9.0), torch.where(right, -9.0, lung)]))
 
 
 def tiny_model() -> Model:

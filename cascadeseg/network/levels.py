@@ -1,0 +1,157 @@
+"""A UNet's finest levels in slabs: only their skips and what the coarser levels need stay in memory.
+
+The finest levels hold most of a forward pass's memory, and see least far: each needs but a few cells of its neighbours.
+So they go through memory slab by slab along z, down and up again, and only what lies below them is computed as a
+whole. Unlike tiles, which need the context of the whole network, this costs a few per cent of the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from cascadeseg.network.unet import UNetConfig
+
+SLAB_VOXELS = 2_000_000
+"""Voxels of a level that are in work at any one time, about."""
+THINNEST_SLAB = 32
+"""Samples along z; of thinner slabs most would be neighbours'."""
+STREAMED_LEVELS = 2
+
+Finish = Callable[[Tensor], Tensor]
+"""What is done to each slab of logits: (K, X, Y, z) to (any, X, Y, z)."""
+
+
+def unchanged(logits: Tensor) -> Tensor:
+    """The logits themselves."""
+    return logits
+
+
+@dataclass(frozen=True)
+class Slab:
+    """Part of a long image along z.
+
+    Attributes:
+        kept: the slices that this slab gives.
+        seen: these and their context on both sides.
+    """
+
+    kept: slice
+    seen: slice
+
+    @property
+    def kept_of_seen(self) -> slice:
+        """Where ``kept`` lies in an image of ``seen``."""
+        return slice(self.kept.start - self.seen.start, self.kept.stop - self.seen.start)
+
+
+class Parts(Protocol):
+    """A network cut below its finest levels; every tensor is (C, X, Y, Z)."""
+
+    @property
+    def config(self) -> UNetConfig: ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of what is kept between the parts: what the network computes in, so that nothing is lost."""
+        ...
+
+    def descend(self, level: int, x: Tensor) -> tuple[Tensor, Tensor]:
+        """A level on the way down, level 0 from the image: its skip, and the input of the next level."""
+        ...
+
+    def beneath(self, x: Tensor) -> Tensor:
+        """All levels below the streamed ones, down and up again: (C, X, Y, Z) to (K, X, Y, Z)."""
+        ...
+
+    def ascend(self, level: int, lower: Tensor, skip: Tensor) -> Tensor:
+        """A level on the way up; of level 0 the logits, float32."""
+        ...
+
+
+def streamed_levels(config: UNetConfig) -> int:
+    """How many levels go in slabs; none where InstanceNorm has to see all voxels at once."""
+    return min(STREAMED_LEVELS, len(config.widths) - 1) if config.norm == "batch" else 0
+
+
+def in_levels(parts: Parts, image: Tensor, finish: Finish, level: int = 0) -> Tensor:
+    """Runs a network over an image, its finest levels in slabs.
+
+    Args:
+        parts: the network.
+        image: (C, X, Y, Z), every axis a multiple of the network's stride; of other levels their input.
+        finish: done to each slab of logits, (K, X, Y, z) to (any, X, Y, z).
+        level: where to start.
+
+    Returns:
+        (any, X, Y, Z): what ``finish`` makes of the logits; of other levels their features.
+    """
+    if level == streamed_levels(parts.config):
+        return parts.beneath(image)
+    skip, lower = _descend(parts, level, image)
+    del image
+    lower = in_levels(parts, lower, finish, level + 1)
+    return _ascend(parts, level, lower, skip, finish)
+
+
+def _descend(parts: Parts, level: int, x: Tensor) -> tuple[Tensor, Tensor]:
+    cell, convolutions = _cell(parts.config, level), _convolutions(parts.config) + (level == 0)
+    skips: Tensor | None = None
+    lowers: Tensor | None = None
+    for slab in _slabs(x, 2 * cell, cell * convolutions):
+        skip, lower = parts.descend(level, x[..., slab.seen])
+        depth = x.shape[3]
+        skips = _kept(skips, skip, slab, depth, cell, parts.dtype)
+        lowers = _kept(lowers, lower, slab, depth, 2 * cell, parts.dtype)
+    if skips is None or lowers is None:
+        raise ValueError("an image without voxels")
+    return skips, lowers
+
+
+def _ascend(parts: Parts, level: int, lower: Tensor, skip: Tensor, finish: Finish) -> Tensor:
+    cell = _cell(parts.config, level)
+    features: Tensor | None = None
+    for slab in _slabs(skip, 2, _convolutions(parts.config), SLAB_VOXELS // cell**3):
+        half = slice(slab.seen.start // 2, slab.seen.stop // 2)
+        part = parts.ascend(level, lower[..., half], skip[..., slab.seen])
+        kept = slice(slab.kept_of_seen.start * cell, slab.kept_of_seen.stop * cell)
+        done = finish(part[..., kept]) if level == 0 else part[..., kept].to(parts.dtype)
+        if features is None:
+            features = torch.empty((*done.shape[:3], skip.shape[3] * cell), dtype=done.dtype)
+        features[..., slab.kept.start * cell : slab.kept.stop * cell] = done
+    if features is None:
+        raise ValueError("an image without voxels")
+    return features
+
+
+def _kept(whole: Tensor | None, part: Tensor, slab: Slab, depth: int, shrunk: int, dtype: torch.dtype) -> Tensor:
+    """What a slab gives, put in its place in the whole, whose samples are ``shrunk`` times larger than the input's."""
+    if whole is None:
+        whole = torch.empty((*part.shape[:3], depth // shrunk), dtype=dtype)
+    here, there = slab.kept_of_seen, slab.kept
+    whole[..., there.start // shrunk : there.stop // shrunk] = part[..., here.start // shrunk : here.stop // shrunk]
+    return whole
+
+
+def _slabs(x: Tensor, unit: int, reach: int, voxels: int = SLAB_VOXELS) -> Iterator[Slab]:
+    """Slabs of (C, X, Y, Z) along z whose bounds are multiples of ``unit``, each seeing ``reach`` more or better."""
+    _, nx, ny, depth = x.shape
+    context = -(-reach // unit) * unit
+    length = max(THINNEST_SLAB, voxels // (nx * ny)) // unit * unit
+    for start in range(0, depth, length):
+        stop = min(start + length, depth)
+        yield Slab(slice(start, stop), slice(max(0, start - context), min(depth, stop + context)))
+
+
+def _cell(config: UNetConfig, level: int) -> int:
+    """Input samples of a level's own samples, along each axis."""
+    return 2 if level == 0 and config.stem == "space_to_depth" else 1
+
+
+def _convolutions(config: UNetConfig) -> int:
+    """3x3x3 convolutions of a level, one after the other."""
+    return config.blocks * (2 if config.block == "residual" else 1)
