@@ -77,7 +77,7 @@ class Data:
             self.store.names(patient)
             if number == known or time.monotonic() - told > TELL_EVERY_S:
                 told = time.monotonic()
-                tell(f"{number} of {known} patients are ready after {told - began:.0f} s")
+                tell(f"patients ready: {number} of {known} after {told - began:.0f} s")
 
     def _known(self, step: int) -> int:
         """How many of the training patients a step chooses from."""

@@ -365,7 +365,7 @@ def test_a_run_says_how_long_it_waited_and_what_to_do_about_it(recipe, tmp_path,
     train(recipe(), tmp_path / "run", device="cpu")
     said = capsys.readouterr().err
     assert "stage 1 on cpu (fp32): 2 patients to train on, 1 to validate with" in said
-    assert "2 of 2 patients are ready" in said
+    assert "patients ready: 2 of 2" in said
     assert re.search(r"6 of 6 steps; \d+\.\d% of their time waiting for data", said)
     starved = Log(tmp_path, 0, 1, title="", first=True, quiet=False, board=False)
     starved.step(1, {"loss": 1.0}, waited_s=1000.0, patches=1)
