@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from cascadeseg.cascade.crop import LungBox
-from cascadeseg.cascade.locate import Coarse
+from cascadeseg.cascade.locate import LAYERS, Coarse
 from cascadeseg.cascade.merge import box_on
 from cascadeseg.cascade.refine import Refined
 from cascadeseg.formats.scan import Scan
@@ -190,12 +190,17 @@ def compared(signs: Signs, volume_ml: float, other_ml: float) -> Signs:
 
 def swapped_shares(said: Coarse, settled: Coarse) -> tuple[float, float]:
     """The share of the right and of the left lung that stage 1 had called by the other name."""
-    some = (slice(None), *(slice(None, None, 2 if n > 64 else 1) for n in said.grid.shape))
-    before, after = said.lungs[some], settled.lungs[some]
-    found = after.sum(dim=0) > 0.5
-    was_right, is_right = before[0] >= before[1], after[0] >= after[1]
-    right = float((found & is_right & ~was_right).sum()) / max(1, int((found & is_right).sum()))
-    left = float((found & ~is_right & was_right).sum()) / max(1, int((found & ~is_right).sum()))
+    moved, held = np.zeros(2), np.zeros(2)
+    step = 2 if min(said.grid.shape) > 64 else 1
+    for start in range(0, said.grid.shape[2], LAYERS):
+        some = (slice(None), slice(None, None, step), slice(None, None, step), slice(start, start + LAYERS, step))
+        before, after = said.lungs[some], settled.lungs[some]
+        found = after.sum(dim=0) > 0.5
+        was_right, is_right = before[0] >= before[1], after[0] >= after[1]
+        for side, here in enumerate((found & is_right, found & ~is_right)):
+            held[side] += int(here.sum())
+            moved[side] += int((here & (was_right != is_right)).sum())
+    right, left = (float(share) for share in moved / np.maximum(held, 1))
     return right, left
 
 
