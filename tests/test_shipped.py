@@ -22,6 +22,7 @@ from tests.cascade.chest import dice
 from tests.formats.dicom_series import write_series
 
 SEED = 11
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 ORDERS = [(o, f) for o in permutations(range(3)) for f in product((False, True), repeat=3)]
 
 
@@ -98,9 +99,32 @@ def test_the_format_does_not_matter(patient, segmenter, upright, suffix, tmp_pat
 
 
 @pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@needs_cuda
 def test_cuda_gives_the_cpus_mask(patient, upright):
     labels = Segmenter(device="cuda").segment(patient[0]).labels
+    for lung in LUNGS:
+        assert dice(labels, upright, lung.value) > 0.995
+
+
+@pytest.mark.cuda
+@needs_cuda
+def test_cuda_again_gives_the_same_mask_in_the_same_memory(patient):
+    segmenter = Segmenter(device="cuda")
+    first = segmenter.segment(patient[0]).labels
+    taken = torch.cuda.max_memory_reserved()
+    again = segmenter.segment(patient[0]).labels
+    assert torch.cuda.max_memory_reserved() == taken
+    for lung in LUNGS:
+        assert dice(again, first, lung.value) > 0.9999
+
+
+@pytest.mark.cuda
+@needs_cuda
+def test_cuda_keeps_within_a_limit_and_gives_the_same_mask(patient, upright):
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    labels = Segmenter(device="cuda", max_vram_gb=1).segment(patient[0]).labels
+    assert torch.cuda.max_memory_reserved() < 1e9
     for lung in LUNGS:
         assert dice(labels, upright, lung.value) > 0.995
 
