@@ -27,7 +27,7 @@ from cascadeseg.training.config import LabelNames
 from cascadeseg.training.data import patients_of
 from cascadeseg.training.listing import Listing, listing, sides
 from cascadeseg.training.loop import train
-from tests.cascade.chest import chest_grid, dice, truth
+from tests.cascade.chest import Thresholder, chest_grid, dice, thresholding_segmenter, truth
 from tests.training.toy import OURS, stage1, stage2, with_data, write_case, write_dataset_json
 
 CASES = ["toy_0", "toy_1", "toy_2"]
@@ -218,6 +218,24 @@ def test_a_cached_case_is_what_inference_sees(folder, cache, tmp_path):
     seen = lung_image(scan, None, LUNGS[0], grid, View(6.0), torch.device("cpu"))
     assert torch.equal(torch.from_numpy(np.array(image)), seen.half())
     assert dice(np.asarray(labels), truth(grid), 1) > 0.95
+
+
+def test_a_crop_of_stage_2_is_what_the_refiner_sees(folder, tmp_path, monkeypatch):
+    images = []
+    segmenter = thresholding_segmenter()
+    stage = segmenter.refiner.stage
+    call = Thresholder.__call__
+    monkeypatch.setattr(
+        Thresholder, "__call__", lambda self, x, *more: images.append(x.clone()) or call(self, x, *more)
+    )
+    config = with_data(stage2(folder, Path("none")), boxes="predicted", box_jitter_mm=0.0)
+    config = replace(config, view=stage.view, unet=stage.unet)
+    (patient, *_), _ = patients_of(config, tmp_path / "split.json")
+    cases = prepare(patient, config, segmenter.locator)
+    segmenter.segment(patient.whole(2.0)[0])
+    assert [case.name.rpartition("_")[2] for case in cases] == ["right", "left"]
+    for case in cases:
+        assert any(torch.equal(case.image, image) for image in images)
 
 
 def test_the_cache_is_keyed_by_recipe_and_content(folder, tmp_path):
