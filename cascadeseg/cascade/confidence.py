@@ -33,10 +33,12 @@ DENSE_HU = -300.0
 AERATED_HU = (-950.0, -550.0)
 MEAN_HU = (-930.0, 0.0)
 """Of a plausible lung: from severe emphysema to one without air."""
+TISSUE_HU = (-120.0, 250.0)
+"""Of what plausibly surrounds a lung, in the middle: from fat to muscle beside bone and contrast medium."""
 VOLUME_ML = (80.0, 4500.0)
-"""Of a plausible lung that lies wholly in the scan: from a toddler's to a giant's."""
+"""Of a plausible lung, from a toddler's that lies wholly in the scan to a giant's."""
 SURE_LOGIT = 2.0
-ROOM_MM = 100.0
+ROOM_MM = 60.0
 """A lung is missed where the scan goes on for this long beyond the other one."""
 
 Mask = npt.NDArray[np.bool_]
@@ -53,10 +55,12 @@ class Signs:
         coarse_doubt: the same of stage 1.
         border: share of the mask's surface that lies on faces of the scan or of the crop.
         dense: share of the mask above -300 HU.
-        missed: aerated tissue beside the mask that is in neither lung, as a share of the mask, at most 1.
+        missed: aerated tissue in the box that is in neither lung, as a share of the mask, at most 1.
+        open: share of what surrounds the mask that is as light as lung.
         discarded: share of what stage 2 was sure of that is not in the mask: stray parts, or the other lung's.
         swapped: share of stage 1's voxels whose side geometry changed.
         odd_hu: how far the mean lies outside what lungs have, in units of 100 HU.
+        odd_tissue: how far the median around the mask lies outside what tissue has, in units of 100 HU.
         odd_volume: logarithm of the factor by which the volume lies outside what lungs have.
         imbalance: logarithm of the ratio of both lungs' volumes, at most 2; 0 for a single lung.
     """
@@ -67,9 +71,11 @@ class Signs:
     border: float
     dense: float
     missed: float
+    open: float
     discarded: float
     swapped: float
     odd_hu: float
+    odd_tissue: float
     odd_volume: float
     imbalance: float = 0.0
 
@@ -80,10 +86,12 @@ NOTABLE: Mapping[str, tuple[float, str]] = {
     "coarse_doubt": (0.2, "stage 1 is unsure about it"),
     "border": (0.25, "much of its surface is cut by the border of the scan"),
     "dense": (0.4, "much of it is as dense as soft tissue"),
-    "missed": (0.15, "there is aerated tissue beside it that is in neither lung"),
+    "missed": (0.25, "there is aerated tissue near it that is in neither lung"),
+    "open": (0.2, "what surrounds it is as light as lung"),
     "discarded": (0.05, "parts of it were discarded"),
     "swapped": (0.1, "right and left were not clear"),
     "odd_hu": (0.3, "its mean HU is not that of a lung"),
+    "odd_tissue": (0.3, "what surrounds it has not the HU of a body"),
     "odd_volume": (0.1, "its volume is not that of a lung"),
     "imbalance": (1.5, "its volume is very unlike the other lung's"),
 }
@@ -167,6 +175,7 @@ def signs_of(scan: Scan, labels: Values, lung: Refined, coarse: Coarse, swapped:
     located = (mine >= other) & (mine + other > 0.5)
     volume_ml = _count(mask) * lattice.voxel_volume_ml
     border = _border_share(mask)
+    around = hu[_around(mask) & (final == 0)]
     return Signs(
         disagreement=1 - _dice(mask, located),
         doubt=1 - _expected_dice(mask, 1 / (1 + np.exp(-logits))),
@@ -174,10 +183,12 @@ def signs_of(scan: Scan, labels: Values, lung: Refined, coarse: Coarse, swapped:
         border=border,
         dense=float(np.mean(hu[mask] > DENSE_HU)),
         missed=_missed(hu, final, mask),
+        open=float(np.mean(around < AERATED_HU[1])) if len(around) else 0.0,
         discarded=_share(logits > SURE_LOGIT, ~mask),
         swapped=swapped,
         odd_hu=_outside(float(hu[mask].mean()), *MEAN_HU) / 100,
-        odd_volume=_outside(math.log(volume_ml), *(math.log(ml) for ml in VOLUME_ML)) if border == 0 else 0.0,
+        odd_tissue=_outside(float(np.median(around)), *TISSUE_HU) / 100 if len(around) else 0.0,
+        odd_volume=_odd_volume(volume_ml, cut=border > 0),
     )
 
 
@@ -273,11 +284,32 @@ def _missed(hu: Values, final: Values, mask: Mask) -> float:
     return min(1.0, _count(aerated) / _count(mask))
 
 
+def _around(mask: Mask) -> Mask:
+    """The second layer of points around a mask: the first is half lung."""
+    once = _grown(mask)
+    return _grown(once) & ~once
+
+
+def _grown(mask: Mask) -> Mask:
+    grown = mask.copy()
+    for axis in range(3):
+        target, source = np.moveaxis(grown, axis, 0), np.moveaxis(mask, axis, 0)
+        target[1:] |= source[:-1]
+        target[:-1] |= source[1:]
+    return grown
+
+
 def _border_share(mask: Mask) -> float:
     """Of all faces between inside and outside, those on the lattice's own faces: there the lung may go on."""
     inner = sum(_count(np.diff(mask.view(np.int8), axis=axis)) for axis in range(3))
     outer = sum(_count(mask.take([end], axis=axis)) for axis in range(3) for end in (0, -1))
     return outer / max(1, inner + outer)
+
+
+def _odd_volume(volume_ml: float, *, cut: bool) -> float:
+    """A lung that is cut may be as small as it likes."""
+    low, high = VOLUME_ML
+    return _outside(math.log(volume_ml), -math.inf if cut else math.log(low), math.log(high))
 
 
 def _outside(value: float, low: float, high: float) -> float:

@@ -85,6 +85,21 @@ def test_a_mask_at_the_scans_border_and_one_of_tissue_are_seen():
     assert found(*parts()).border == 0
 
 
+def test_wrong_hu_are_seen_around_the_lung_and_in_it():
+    scan = chest(chest_grid((3.0, 3.0, 5.0)))
+    for offset, sign in ((-500, "odd_tissue"), (500, "odd_tissue"), (900, "odd_hu")):
+        signs = signs_of(replace(scan, intercept=float(offset)), truth(scan.grid), *parts(), 0.0)
+        assert signs is not None
+        assert getattr(signs, sign) > NOTABLE[sign][0]
+
+
+def test_a_mask_far_too_large_has_an_odd_volume_even_where_it_is_cut():
+    scan = chest(chest_grid((3.0, 3.0, 5.0)))
+    signs = found(*parts(), labels=np.ones(scan.grid.shape, np.uint8))
+    assert signs.border == 1
+    assert signs.odd_volume > NOTABLE["odd_volume"][0]
+
+
 def test_an_empty_mask_has_no_signs():
     scan = chest(chest_grid())
     assert signs_of(scan, np.zeros(scan.grid.shape, np.uint8), *parts(), 0.0) is None
