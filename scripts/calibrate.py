@@ -282,7 +282,7 @@ def main() -> None:
     print(text)
     if options.write:
         description = json.loads((folder / "model.json").read_text(encoding="utf-8"))
-        description["notes"][NOTE] = asdict(calibration)
+        description["notes"][NOTE] = calibration.note(description["sha256"])
         replace_text(folder / "model.json", json.dumps(description, indent=2) + "\n")
 
 

@@ -25,6 +25,7 @@ from cascadeseg.cascade.refine import Refined
 from cascadeseg.formats.scan import Scan
 from cascadeseg.geometry import Grid
 from cascadeseg.labels import LUNGS, RIGHT_LUNG, Label
+from cascadeseg.network.model import Model
 
 LATTICE_POINTS = 400_000
 NOTE = "confidence"
@@ -113,12 +114,16 @@ class Calibration:
     review_below: float
 
     @staticmethod
-    def of(notes: Mapping[str, Any]) -> Calibration | None:
-        """The calibration in a model's notes; None for a model that has none."""
-        if NOTE not in notes:
+    def of(model: Model) -> Calibration | None:
+        """The calibration in a model's notes; None for a model that has none, or one of other weights."""
+        kept = model.notes.get(NOTE)
+        if kept is None or kept["sha256"] != model.sha256:
             return None
-        kept = notes[NOTE]
         return Calibration(float(kept["bias"]), dict(kept["weights"]), float(kept["review_below"]))
+
+    def note(self, sha256: str) -> dict[str, Any]:
+        """What `of` reads, for the notes of the model with these weights."""
+        return {"sha256": sha256, **asdict(self)}
 
     def quality(self, signs: Signs) -> float:
         """The probability that the mask's Dice is at least 0.9."""

@@ -183,7 +183,7 @@ class Segmenter:
         self.refiner.largest_tile = self.plan(scan).largest_tile
         labels, traces = self._segment(scan.canonical(), scan, clock)
         with clock.step("measure", 0.97):
-            results = _results(scan, labels, traces, Calibration.of(self.model.notes))
+            results = _results(scan, labels, traces, Calibration.of(self.model))
         clock.progress("done", 1.0)
         return Segmentation(
             labels=labels,

@@ -23,7 +23,7 @@ from cascadeseg.cascade.locate import Coarse
 from cascadeseg.cascade.refine import Refined
 from cascadeseg.geometry import Box, Grid
 from cascadeseg.labels import LEFT_LUNG, RIGHT_LUNG
-from tests.cascade.chest import chest, chest_grid, thresholding_segmenter, truth
+from tests.cascade.chest import chest, chest_grid, thresholding_segmenter, tiny_model, truth
 
 CLEAN = Signs(*[0.0] * len(fields(Signs)))
 CALIBRATION = Calibration(4.0, {"disagreement": 10.0, "doubt": 8.0}, 0.8)
@@ -125,8 +125,11 @@ def test_the_verdict_follows_the_quality_and_says_why():
 
 
 def test_a_model_keeps_its_calibration_in_its_notes():
-    assert Calibration.of({NOTE: asdict(CALIBRATION)}) == CALIBRATION
-    assert Calibration.of({"stage1_steps": 3}) is None
+    model = replace(tiny_model(), sha256="1" * 64)
+    noted = replace(model, notes={NOTE: CALIBRATION.note(model.sha256)})
+    assert Calibration.of(noted) == CALIBRATION
+    assert Calibration.of(replace(noted, sha256="2" * 64)) is None, "other weights make other errors"
+    assert Calibration.of(model) is None
 
 
 def test_lungs_of_unlike_volume_are_noted():
