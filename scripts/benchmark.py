@@ -1,10 +1,18 @@
-"""Measures `cascadeseg infer` as a user meets it: whole processes, their wall time, processor time and peak memory.
+"""Measures `cascadeseg infer` as a user meets it, and what stands behind it: the source of docs/performance.md.
 
-    python scripts/benchmark.py                    # a synthetic 512 x 512 x 320 scan, three runs
-    python scripts/benchmark.py --scan my.nii.gz --repeat 5
-    python scripts/benchmark.py --slices 300 600 1200 2000 --engine openvino --max-memory 2
+    python scripts/benchmark.py                                       # a 512 x 512 x 320 scan: cold, warm, lower bound
+    python scripts/benchmark.py --slices 300 600 1200 2000 --parts cold --engine torch openvino
+    python scripts/benchmark.py --parts cold --slices 2000 --max-memory 2
+    python scripts/benchmark.py --parts agreement
+    python scripts/benchmark.py --parts batch --batch 20
+    python scripts/benchmark.py --parts lungmask --lungmask /path/to/its/python
+    python scripts/benchmark.py --parts cuda                          # a line and no more where there is no GPU
 
-Scans are made once (half a minute for 320 slices) and kept in a temporary folder. Prints a Markdown table of medians.
+Scans are made once and kept in ``--cache``. Prints Markdown tables of medians; ``--output DIR`` also gets them as
+``performance.md``, every run as ``performance.json``, and plots as ``performance-*.png``.
+
+Efficiency areas are those of the FLARE challenges (doi 10.48550/arXiv.2308.05862): the sum of samples taken every 0.1 s
+of the memory in MB, of the GPU's memory in MB, and of the processor's use in per cent of the whole machine.
 """
 
 from __future__ import annotations
@@ -12,14 +20,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from benchmark_runs import environment, measured, median
 
 ACROSS = (512, 512)
 SLICES = 320
@@ -28,69 +41,227 @@ SEED = 1
 SLAB = 40
 """Slices rendered at a time, to keep the memory small."""
 COMMAND = [sys.executable, "-m", "cascadeseg"]
-
-
-@dataclass(frozen=True)
-class Run:
-    """One process.
-
-    Attributes:
-        wall_s: from its start to its end.
-        cpu_s: of all its threads together.
-        peak_mb: its largest resident memory.
-    """
-
-    wall_s: float
-    cpu_s: float
-    peak_mb: float
+HERE = Path(__file__).parent
+PARTS = ("cold", "warm", "bound", "agreement", "batch", "lungmask", "cuda")
+Result = dict[str, Any]
 
 
 def main() -> int:
-    """Prints the table; returns the exit code."""
+    """Prints the tables; returns the exit code."""
     options = _options()
     folder = Path(options.cache)
     folder.mkdir(parents=True, exist_ok=True)
     scans = [Path(options.scan)] if options.scan else [_synthetic_scan(folder, n) for n in options.slices]
-    for scan in scans:
-        _print_table(*_infer_runs(scan, folder, options))
-    helps = [_measured([*COMMAND, "--help"]) for _ in range(max(5, options.repeat))]
-    print(f"`cascadeseg --help`: {statistics.median(run.wall_s for run in helps):.2f} s")
+    results: Result = {"machine": _machine(), "repeat": options.repeat}
+    text = [f"{results['machine']}; medians of {options.repeat} runs.\n"]
+    print(text[0], flush=True)
+    for part in options.parts:
+        results[part], lines = MEASURES[part](scans, folder, options)
+        text += lines
+        print("\n".join(lines), flush=True)
+    if options.output:
+        _write(Path(options.output), results, text)
     return 0
-
-
-def _infer_runs(scan: Path, folder: Path, options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[Run]]:
-    """Reports and accounts of repeated runs on one scan."""
-    report = folder / "mask.json"
-    infer = ["infer", str(scan), "-o", str(folder / "mask.nii.gz"), "--report", str(report), "--force"]
-    infer += ["--device", options.device, "--engine", options.engine]
-    for option, value in (
-        ("--model", options.model),
-        ("--max-memory", options.max_memory),
-        ("--max-vram", options.max_vram),
-    ):
-        infer += [option, value] if value else []
-    runs, reports = [], []
-    for _ in range(options.repeat):
-        runs.append(_measured([*COMMAND, *infer]))
-        reports.append(json.loads(report.read_text(encoding="utf-8")))
-    return reports, runs
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeat", type=int, default=3, metavar="N", help="runs to take the median of; default 3")
-    parser.add_argument("--scan", metavar="FILE", help="a scan of your own; default: a synthetic one")
-    parser.add_argument(
-        "--slices", type=int, nargs="+", default=[SLICES], metavar="N", help=f"of synthetic scans; default {SLICES}"
-    )
+    add = parser.add_argument
+    add("--parts", nargs="+", choices=PARTS, default=["cold", "warm", "bound"], help="default: cold warm bound")
+    add("--repeat", type=int, default=3, metavar="N", help="runs to take the median of; default 3")
+    add("--scan", metavar="FILE", help="a scan of your own; default: a synthetic one")
+    add("--slices", type=int, nargs="+", default=[SLICES], metavar="N", help=f"of synthetic scans; default {SLICES}")
+    add("--batch", type=int, default=20, metavar="N", help="scans of the batch; default 20")
+    add("--lungmask", metavar="PYTHON", help="an interpreter that has lungmask")
     for option in ("--max-memory", "--max-vram"):
-        parser.add_argument(option, metavar="GB", help="as for infer")
-    parser.add_argument("--engine", default="auto", help="as for infer")
-    parser.add_argument("--device", default="auto", help="as for infer")
-    parser.add_argument("--model", metavar="DIR", help="as for infer")
+        add(option, metavar="GB", help="as for infer")
+    add("--engine", nargs="+", default=["auto"], help="as for infer; each is measured cold, the first in all else")
+    add("--device", default="auto", help="as for infer")
+    add("--model", metavar="DIR", help="as for infer")
     cache = str(Path(tempfile.gettempdir()) / "cascadeseg-benchmark")
-    parser.add_argument("--cache", default=cache, metavar="DIR", help=f"default: {cache}")
+    add("--cache", default=cache, metavar="DIR", help=f"default: {cache}")
+    add("--output", metavar="DIR", help="for performance.md, performance.json and plots")
     return parser.parse_args()
+
+
+# ---------------------------------------------------------------------------------------------------- the parts
+
+
+def _cold(scans: Sequence[Path], folder: Path, options: argparse.Namespace) -> tuple[list[Result], list[str]]:
+    """Whole processes."""
+    rows = [_infer_runs(scan, engine, folder, options) for scan in scans for engine in options.engine]
+    helps = [measured([*COMMAND, "--help"]) for _ in range(max(5, options.repeat))]
+    steps = list(rows[0]["seconds"])
+    return rows, [
+        "## Cold: the whole process\n",
+        *_table(("scan", "engine", "wall s", "CPU s", "peak MB", "voxels MB", "memory area", "CPU area"), [
+            (_size(row), row["engine"], *_numbers(row, "wall_s", "cpu_s"), f"{median(row, 'peak_mb'):,.0f}",
+             f"{row['voxels_mb']:,.0f}", f"{median(row, 'memory_area'):,.0f}", f"{median(row, 'cpu_area'):,.0f}")
+            for row in rows
+        ]),
+        f"`cascadeseg --help`: {statistics.median(run.wall_s for run in helps):.2f} s. By step, seconds:\n",
+        *_table(("scan", "engine", *steps), [
+            (_size(row), row["engine"], *(f"{row['seconds'].get(step, 0):.2f}" for step in steps)) for row in rows
+        ]),
+    ]  # fmt: skip
+
+
+def _warm(scans: Sequence[Path], folder: Path, options: argparse.Namespace) -> tuple[list[Result], list[str]]:
+    """The same scan again by one `Segmenter`: read, segmented, written."""
+    rows = [{"scan": scan.name, **_part("warm", [scan], options)} for scan in scans]
+    return rows, ["## Warm: read, segmented and written again\n", *_table(("scan", "wall s", "by step"), [
+        (row["scan"], f"{statistics.median(row['wall_s']):.2f}",
+         ", ".join(f"{step} {seconds:.2f}" for step, seconds in row["seconds"].items()))
+        for row in rows
+    ])]  # fmt: skip
+
+
+def _bound(scans: Sequence[Path], folder: Path, options: argparse.Namespace) -> tuple[list[Result], list[str]]:
+    """What no implementation could undercut here."""
+    rows = [{"scan": scan.name, **_part("bound", [scan], options)} for scan in scans]
+    return rows, [
+        "## Lower bound\n",
+        *_table(("scan", "bound s", "decompress", "convolutions", "compress", "GFLOP", "GFLOP/s"), [
+            (row["scan"], f"{row['bound_s']:.2f}", *(f"{seconds:.3f}" for seconds in row["seconds"].values()),
+             f"{row['gflop']:,.0f}", f"{row['gflop_per_s']:,.0f}")
+            for row in rows
+        ]),
+    ]  # fmt: skip
+
+
+def _agreement(scans: Sequence[Path], folder: Path, options: argparse.Namespace) -> tuple[list[Result], list[str]]:
+    """Every engine and precision against torch in float32 on the processor."""
+    rows: list[Result] = _part("agreement", scans[:1], options)
+    lungs = list(rows[0]["dice"])
+    return rows, ["## Dice against torch in float32\n", *_table(("device", "engine", "precision", *lungs), [
+        (row["device"], row["engine"], row["precision"], *(f"{row['dice'][lung]:.5f}" for lung in lungs))
+        for row in rows
+    ])]  # fmt: skip
+
+
+def _batch(scans: Sequence[Path], folder: Path, options: argparse.Namespace) -> tuple[Result, list[str]]:
+    """A folder by one command; by one warm call after another; and by two processes of one thread each."""
+    copies = [_copies(scans[0], folder / f"batch{half}", options.batch // 2) for half in (0, 1)]
+    files = [file for half in copies for file in sorted(half.iterdir())]
+    calls = _part("one-by-one", files, options)
+    masks = ["-o", str(folder / "masks"), "--force", "--quiet", *_infer_options(options.engine[0], options)]
+    command = [*COMMAND, "infer", *map(str, copies), *masks]
+    whole = measured(command)
+    start = time.perf_counter()
+    alone = {**environment(), "OMP_NUM_THREADS": "1"}
+    halves = [subprocess.Popen([*COMMAND, "infer", str(half), *masks], env=alone) for half in copies]
+    codes = [process.wait() for process in halves]
+    two_s = time.perf_counter() - start
+    if any(codes):
+        raise SystemExit(f"a half of the batch ended with exit codes {codes}")
+    ways = {"one warm call after another": (calls["wall_s"], calls["cpu_s"])}
+    ways["`cascadeseg infer DIR`, its start included"] = (whole.wall_s, whole.cpu_s)
+    result = {"calls": calls, "command": asdict(whole), "two_processes_s": two_s, "scans": len(files)}
+    return result, [f"## Batch of {len(files)} scans\n", *_table(("", "wall s", "CPU s", "times as fast"), [
+        *((way, f"{wall:.1f}", f"{cpu:.1f}", f"{calls['wall_s'] / wall:.2f}") for way, (wall, cpu) in ways.items()),
+        ("two processes of one thread, their start included", f"{two_s:.1f}", "", f"{calls['wall_s'] / two_s:.2f}"),
+    ])]  # fmt: skip
+
+
+def _lungmask(scans: Sequence[Path], folder: Path, options: argparse.Namespace) -> tuple[Result, list[str]]:
+    """lungmask and cascadeseg on the same scan, one after the other."""
+    if not options.lungmask:
+        return {}, ["lungmask: skipped; name an interpreter that has it with --lungmask PYTHON\n"]
+    ours = _infer_runs(scans[0], options.engine[0], folder, options)
+    warm = _part("warm", scans[:1], options)
+    answer = folder / "lungmask.json"
+    with answer.open("w") as file:
+        theirs = measured(
+            [options.lungmask, str(HERE / "benchmark_lungmask.py"), str(scans[0]), "2"], stdout=file.fileno()
+        )
+    times = json.loads(answer.read_text(encoding="utf-8"))
+    cold_s = times["load_s"] + times["read_s"] + times["apply_s"][0]
+    warm_s = times["read_s"] + times["apply_s"][1]
+    our_cold_s, our_warm_s = median(ours, "wall_s"), statistics.median(warm["wall_s"])
+    return {"lungmask": {**times, **asdict(theirs)}, "cascadeseg": ours, "cascadeseg_warm": warm}, [
+        "## Beside lungmask (R231, random weights, no post-processing)\n",
+        *_table(("", "cold s", "warm s", "peak MB"), [
+            ("lungmask", f"{cold_s:.1f}", f"{warm_s:.1f}", f"{theirs.peak_mb:,.0f}"),
+            ("cascadeseg", f"{our_cold_s:.2f}", f"{our_warm_s:.2f}", f"{median(ours, 'peak_mb'):,.0f}"),
+            ("times as fast", f"{cold_s / our_cold_s:.0f}", f"{warm_s / our_warm_s:.0f}", ""),
+        ]),
+    ]  # fmt: skip
+
+
+def _cuda(scans: Sequence[Path], folder: Path, options: argparse.Namespace) -> tuple[list[Result], list[str]]:
+    """Cold, and warm with and without ``--max-vram 1``."""
+    found = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+    if subprocess.run([sys.executable, "-c", found], check=False).returncode:
+        return [], ["CUDA: skipped; this machine has no CUDA device\n"]
+    rows = []
+    for limit in (None, "1"):
+        asked = argparse.Namespace(**{**vars(options), "device": "cuda", "max_vram": limit})
+        cold, warm = _infer_runs(scans[0], "auto", folder, asked), _part("warm", scans[:1], asked, engine="auto")
+        rows.append({"max_vram_gb": limit, "cold": cold, "warm": warm})
+    return rows, [
+        "## CUDA\n",
+        *_table(("--max-vram", "cold s", "warm s", "GPU peak MB", "of it torch's", "GPU memory area"), [
+            (row["max_vram_gb"] or "none", *_numbers(row["cold"], "wall_s"),
+             f"{statistics.median(row['warm']['wall_s']):.2f}", *_gpu(row["cold"], "gpu_peak_mb"),
+             f"{row['warm']['gpu_mb']:,.0f}", *_gpu(row["cold"], "gpu_area"))
+            for row in rows
+        ]),
+    ]  # fmt: skip
+
+
+MEASURES = {
+    "cold": _cold,
+    "warm": _warm,
+    "bound": _bound,
+    "agreement": _agreement,
+    "batch": _batch,
+    "lungmask": _lungmask,
+    "cuda": _cuda,
+}
+
+
+# ---------------------------------------------------------------------------------------------------- processes
+
+
+def _infer_runs(scan: Path, engine: str, folder: Path, options: argparse.Namespace) -> Result:
+    """Repeated runs on one scan: their accounts, and the medians of their steps."""
+    report = folder / "mask.json"
+    infer = ["infer", str(scan), "-o", str(folder / "mask.nii.gz"), "--report", str(report), "--force", "--quiet"]
+    runs, reports = [], []
+    for _ in range(options.repeat):
+        runs.append(asdict(measured([*COMMAND, *infer, *_infer_options(engine, options)])))
+        reports.append(json.loads(report.read_text(encoding="utf-8")))
+    last = reports[-1]
+    shape = last["scan"]["shape"]
+    return {
+        "scan": scan.name,
+        "shape": shape,
+        "voxels_mb": 2 * shape[0] * shape[1] * shape[2] / 2**20,
+        "engine": engine,
+        "device": last["device"],
+        "precision": last["precision"],
+        "runs": runs,
+        "seconds": {step: statistics.median(r["seconds"][step] for r in reports) for step in last["seconds"]},
+    }
+
+
+def _infer_options(engine: str, options: argparse.Namespace) -> list[str]:
+    asked = {"--model": options.model, "--max-memory": options.max_memory, "--max-vram": options.max_vram}
+    given = [word for option, value in asked.items() if value for word in (option, str(value))]
+    return ["--device", options.device, "--engine", engine, *given]
+
+
+def _part(name: str, scans: Sequence[Path], options: argparse.Namespace, engine: str | None = None) -> Any:
+    """What a part of `benchmark_parts.py` says, in a process of its own."""
+    command = [sys.executable, str(HERE / "benchmark_parts.py"), name, *map(str, scans)]
+    command += ["--repeat", str(options.repeat), "--device", options.device, "--engine", engine or options.engine[0]]
+    for option, value in (("--model", options.model), ("--max-vram", options.max_vram)):
+        command += [option, str(value)] if value else []
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment())
+    return json.loads(done.stdout)
+
+
+# -------------------------------------------------------------------------------------------------------- scans
 
 
 def _synthetic_scan(folder: Path, slices: int) -> Path:
@@ -119,32 +290,58 @@ def _synthetic_scan(folder: Path, slices: int) -> Path:
     return path
 
 
-def _measured(command: list[str]) -> Run:
-    """Runs a command to its end; its memory and processor time are the kernel's own account."""
-    start = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    wall_s = time.perf_counter() - start
-    code = process.returncode = os.waitstatus_to_exitcode(status)
-    if code != 0:
-        raise SystemExit(f"{' '.join(command)} ended with exit code {code}")
-    unit = 2**20 if sys.platform == "darwin" else 2**10
-    return Run(wall_s, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / unit)
+def _copies(scan: Path, folder: Path, count: int) -> Path:
+    """A folder with a scan under several names (hard links, which are files of their own to every reader)."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    for number in range(count):
+        copy = folder / f"{folder.name}_{number:02d}.nii.gz"
+        try:
+            os.link(scan, copy)
+        except OSError:  # another file system
+            shutil.copyfile(scan, copy)
+    return folder
 
 
-def _print_table(reports: list[dict[str, Any]], runs: list[Run]) -> None:
-    last = reports[-1]
-    print(f"{last['scan']['shape']} voxels, {last['device']}, {last['precision']}, {os.cpu_count()} CPUs,", end=" ")
-    print(f"medians of {len(runs)} runs\n")
-    print("| | wall s | CPU s | peak MB |")
-    print("|---|---|---|---|")
-    wall, cpu, peak = (
-        statistics.median(getattr(run, field) for run in runs) for field in ("wall_s", "cpu_s", "peak_mb")
-    )
-    print(f"| `cascadeseg infer` | {wall:.2f} | {cpu:.2f} | {peak:,.0f} |")
-    for step in last["seconds"]:
-        print(f"| - {step} | {statistics.median(report['seconds'][step] for report in reports):.2f} | | |")
-    print()
+# ------------------------------------------------------------------------------------------------------- output
+
+
+def _machine() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        model = platform.processor() or platform.machine()
+    return f"{model}, {os.cpu_count()} CPUs, Python {platform.python_version()}, {platform.system()}"
+
+
+def _numbers(row: Result, *fields: str) -> list[str]:
+    return [f"{median(row, field):.2f}" for field in fields]
+
+
+def _gpu(row: Result, field: str) -> list[str]:
+    return ["" if row["runs"][0][field] is None else f"{median(row, field):,.0f}"]
+
+
+def _size(row: Result) -> str:
+    return " x ".join(map(str, row["shape"]))
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Markdown, and an empty line."""
+    lines = [head, ["---"] * len(head), *rows]
+    return [*(f"| {' | '.join(cells)} |" for cells in lines), ""]
+
+
+def _write(folder: Path, results: Result, text: Sequence[str]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "performance.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    (folder / "performance.md").write_text("\n".join(text), encoding="utf-8")
+    if results.get("cold"):
+        from benchmark_plots import plot_lengths, plot_steps
+
+        plot_lengths(folder / "performance-slices.png", results["cold"])
+        plot_steps(folder / "performance-steps.png", results["cold"], results.get("bound") or [])
 
 
 if __name__ == "__main__":
