@@ -82,7 +82,7 @@ def whole_body(*devices: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", METAL)
 def test_each_implant_is_dense_somewhere(name: str) -> None:
-    assert float((whole_body(name) - whole_body()).max()) > 40
+    assert float((whole_body(name) - whole_body()).max()) > 10
 
 
 def test_a_beating_heart_has_two_contours_and_the_same_labels() -> None:
@@ -129,8 +129,8 @@ def test_it_moves_to_the_missing_lung_and_away_from_fluid() -> None:
     assert len(lost) > 5
     for f in lost:
         assert f.shift * (1 if f.missing[0] else -1) > 0
-    fluid = [sample_patient(seed, PRESETS["effusion"]).findings for seed in range(100)]
-    flooded = [f for f in fluid if f.effusion[0] > 45 and not f.effusion[1] and f.lobar == (-1, -1)]
+    fluid = [sample_patient(seed, PRESETS["effusion"]).findings for seed in range(200)]
+    flooded = [f for f in fluid if f.effusion[0] > 45 and f.effusion[1] < 25 and f.lobar == (-1, -1)]
     assert flooded
     assert all(f.shift < 0 for f in flooded if not any(f.white) and not any(f.missing) and not f.pneumothorax[1])
     healthy = [sample_patient(seed, PRESETS["healthy"]).findings for seed in range(50)]
@@ -182,12 +182,10 @@ def test_the_colon_reaches_the_left_dome_and_lungs_reach_below_the_domes() -> No
     patient = replace(patient, abdomen=replace(patient.abdomen, flexure_height=1.0, colon_gas=1.0))
     grid = chest_of(patient)
     phantom = render(patient, grid)
-    lung = phantom.labels == 2
-    bottom = torch.where(lung.any(dim=2), lung.int().argmax(dim=2), 10**6)
-    gas = phantom.tissues == int(Tissue.GAS)
-    top = gas.shape[2] - 1 - gas.flip(2).int().argmax(dim=2)
-    gap = (bottom - top)[gas.any(dim=2) & lung.any(dim=2)] * SPACING
-    assert 0 < int(gap.min()) <= 24
+    lung, gas = phantom.labels == 2, phantom.tissues == int(Tissue.GAS)
+    bottom = lung.int().argmax(dim=2)
+    under = [gas[i, j, max(0, int(bottom[i, j]) - 5) : bottom[i, j]].any() for i, j in lung.any(dim=2).nonzero()]
+    assert sum(under) * SPACING**2 > 200
     dome = patient.torso.offset[2]
     lowest = grid.affine[2, 3] + SPACING * int(torch.nonzero(phantom.labels)[:, 2].min())
     assert lowest < dome - 25 * patient.torso.size
