@@ -140,11 +140,13 @@ class _Recorded:
     """An engine that notes what goes through it."""
 
     def __init__(self, engine: Runner, shapes: list[tuple[Stage, tuple[int, ...]]]) -> None:
-        self.stage, self.device, self.precision = engine.stage, engine.device, engine.precision
         self._engine, self._shapes = engine, shapes
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
     def __call__(self, image: Tensor, *rest: Any, **named: Any) -> Tensor:
-        self._shapes.append((self.stage, tuple(image.shape)))
+        self._shapes.append((self._engine.stage, tuple(image.shape)))
         return self._engine(image, *rest, **named)
 
 
