@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
 
 from cascadeseg._version import __version__
-from cascadeseg.errors import CascadesegError, ConfigError, DeviceError, ScanError
+from cascadeseg.errors import CascadesegError, ConfigError, DeviceError, ModelError, ScanError
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -320,7 +320,7 @@ def _infer_all(jobs: Sequence[Job], load: _Loader, options: argparse.Namespace) 
     failed = 0
     writing: Future[bool] | None = None
     with ThreadPoolExecutor(1) as writer:
-        for job, reading in _read_ahead(jobs, options):
+        for job, reading in _read_ahead(jobs, load, options):
             segmented = _segment_one(job, reading, load, options)
             if writing is not None:
                 failed += not writing.result()
@@ -331,14 +331,16 @@ def _infer_all(jobs: Sequence[Job], load: _Loader, options: argparse.Namespace) 
     return failed + int(writing is not None and not writing.result())
 
 
-def _read_ahead(jobs: Sequence[Job], options: argparse.Namespace) -> Iterator[tuple[Job, Future[_Timed[Scan]]]]:
+def _read_ahead(
+    jobs: Sequence[Job], load: _Loader, options: argparse.Namespace
+) -> Iterator[tuple[Job, Future[_Timed[Scan]]]]:
     """Each job with its scan, which is being read; the next is read meanwhile unless memory is limited."""
     from concurrent.futures import ThreadPoolExecutor
 
     def read(job: Job) -> _Timed[Scan]:
         seconds: dict[str, float] = {}
         with _timed(seconds, "read"):
-            return _read(job.scan, options), seconds
+            return _read(job.scan, options, load), seconds
 
     ahead = 1 if options.max_memory is None else 0
     waiting = iter(jobs)
@@ -357,13 +359,13 @@ def _segment_one(
 
     try:
         scan, seconds = reading.result()
+    except (ModelError, DeviceError):
+        raise
     except Exception as error:
         _tell_failure(job, error, options)
         return None
     segmenter = load()
     try:
-        if options.verbose:
-            _say(f"{job.scan}: {segmenter.plan(scan)}")
         with _progress(job.scan.name, options.quiet) as progress:
             return segmenter.segment(scan, progress=progress), seconds
     except Exception as error:
@@ -390,10 +392,17 @@ def _finish_one(job: Job, segmented: _Timed[Segmentation] | None, options: argpa
     return True
 
 
-def _read(path: Path, options: argparse.Namespace) -> Scan:
+def _read(path: Path, options: argparse.Namespace, load: _Loader | None = None) -> Scan:
+    """A scan; where memory is limited or its plan is to be told, planned from its header before its voxels are read."""
     from cascadeseg.formats import read_scan
 
-    return read_scan(path, series=options.series, volume=options.volume)
+    def planned(outline: Scan) -> None:
+        if load is not None and (options.verbose or options.max_memory or options.max_vram):
+            plan = load().plan(outline)
+            if options.verbose:
+                _say(f"{path}: {plan}")
+
+    return read_scan(path, series=options.series, volume=options.volume, before=planned)
 
 
 def _write_results(job: Job, result: Segmentation, seconds: dict[str, float]) -> None:

@@ -31,7 +31,7 @@ from cascadeseg.cascade.refine import Refined, refine
 from cascadeseg.errors import ModelError
 from cascadeseg.formats import read_scan, scan_of
 from cascadeseg.formats.memory import give_back_freed_memory
-from cascadeseg.formats.scan import Scan
+from cascadeseg.formats.scan import Before, Scan
 from cascadeseg.geometry import Box, canonical_view
 from cascadeseg.labels import LUNGS, Label
 from cascadeseg.network.bounded import BoundedEngine, EngineKind
@@ -179,7 +179,7 @@ class Segmenter:
         """
         clock = _Clock(progress or (lambda step, done: None))
         with clock.step("read", 0.0):
-            scan = _as_scan(scan, affine)
+            scan = _as_scan(scan, affine, before=self.plan)
         self.refiner.largest_tile = self.plan(scan).largest_tile
         labels, traces = self._segment(scan.canonical(), scan, clock)
         with clock.step("measure", 0.97):
@@ -247,11 +247,11 @@ class _Clock:
         self.seconds[name] = time.perf_counter() - start
 
 
-def _as_scan(scan: Any, affine: Any) -> Scan:
+def _as_scan(scan: Any, affine: Any, before: Before) -> Scan:
     if isinstance(scan, Scan):
         return scan
     if isinstance(scan, str | Path):
-        return read_scan(scan)
+        return read_scan(scan, before=before)
     return scan_of(scan, affine)
 
 

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil, inf, prod
+from math import ceil, prod
 
-from cascadeseg.cascade.locate import coarse_grid, slabs_along_z
+from cascadeseg.cascade.locate import KEPT_MM, coarse_grid, slabs_along_z
 from cascadeseg.errors import ScanError
 from cascadeseg.formats.scan import Scan
-from cascadeseg.network.bounded import Runner, bytes_per_voxel
+from cascadeseg.network.bounded import Runner, pass_mb
 
-PROGRAM_MB = 330.0
+PROGRAM_MB = 295.0
 """The interpreter with torch, nibabel and both networks (measured on Linux)."""
 GPU_PROGRAM_MB = 450.0
 """A CUDA context with its kernels and both networks."""
-SLABS_MB = 60.0
-"""Slabs of the scan on their way to a stage, and of logits on their way back."""
-LARGEST_LUNG_VOXELS = (184, 264, 360)
+CLEANING_MB = 250.0
+"""Components of a lung on the scan's grid, holes filled, beside both lungs' logits."""
+LONGEST_LUNG_MM = 400.0
+LARGEST_LUNG_VOXELS = (176, 256, 352)
 """Stage 2's image of a lung as large as they come."""
 LARGEST_TILE = 12_000_000
 """Voxels that stage 2 sees at a time where no limit is given: most lungs as a whole."""
@@ -64,38 +65,58 @@ def plan(
         ScanError: not even the smallest tiles fit.
     """
     on_gpu = refiner.device.type == "cuda"
-    host_mb = PROGRAM_MB + (scan.voxels.nbytes + prod(scan.grid.shape)) / 1e6
+    host_mb = PROGRAM_MB + refiner.library_mb + scan.voxels.nbytes / 1e6
     if on_gpu:
+        host_mb += _mask_mb(scan) + CLEANING_MB
         _refuse(scan, "--max-memory", max_memory_gb, host_mb)
-    cost_mb = bytes_per_voxel(refiner.stage, refiner.precision) / 1e6
     layer = LARGEST_LUNG_VOXELS[0] * LARGEST_LUNG_VOXELS[1]
     context, stride = 2 * refiner.stage.unet.context, refiner.stage.unet.stride
 
     limit_gb = max_vram_gb if on_gpu else max_memory_gb
     coarse_mb, stage1_mb = _stage1_mb(scan, locator)
-    fixed_mb = (GPU_PROGRAM_MB if on_gpu else host_mb) + coarse_mb + SLABS_MB
-    least_mb = fixed_mb + max(stage1_mb, layer * (context + stride) * cost_mb)
-    _refuse(scan, "--max-vram" if on_gpu else "--max-memory", limit_gb, least_mb)
+    after_mb = _mask_mb(scan) + CLEANING_MB
+    fixed_mb = (GPU_PROGRAM_MB if on_gpu else host_mb) + coarse_mb
+    smallest, largest = layer * (context + stride), min(LARGEST_TILE, prod(LARGEST_LUNG_VOXELS))
 
-    affordable = inf if limit_gb is None else (limit_gb * 1000 - fixed_mb) / cost_mb
-    largest_tile = min(LARGEST_TILE, affordable)
-    tile = min(prod(LARGEST_LUNG_VOXELS), largest_tile)
-    kept = LARGEST_LUNG_VOXELS[2] if tile == prod(LARGEST_LUNG_VOXELS) else tile / layer - context
-    network_mb = fixed_mb + max(stage1_mb, tile * cost_mb)
+    def needed_mb(tile: float) -> float:
+        """With stage 2's tiles of so many voxels."""
+        return fixed_mb + max(stage1_mb, _stage2_mb(refiner, tile, layer), 0 if on_gpu else after_mb)
+
+    _refuse(scan, "--max-vram" if on_gpu else "--max-memory", limit_gb, needed_mb(smallest))
+    tile = largest
+    while limit_gb is not None and needed_mb(tile) > limit_gb * 1000 and tile > smallest:
+        tile = max(smallest, tile - layer * stride)
+    whole = tile >= prod(LARGEST_LUNG_VOXELS)
     return Plan(
-        host_mb=host_mb if on_gpu else network_mb,
-        device_mb=network_mb if on_gpu else 0.0,
-        largest_tile=largest_tile,
-        tiles=ceil(LARGEST_LUNG_VOXELS[2] / kept),
+        host_mb=host_mb if on_gpu else needed_mb(tile),
+        device_mb=needed_mb(tile) if on_gpu else 0.0,
+        largest_tile=tile,
+        tiles=1 if whole else ceil(LARGEST_LUNG_VOXELS[2] / (tile / layer - context)),
     )
 
 
+def _mask_mb(scan: Scan) -> float:
+    """Memory of the mask: its slices without lung take none, if slices lie one behind the other in memory."""
+    canonical = scan.grid.canonical()
+    axial = scan.grid.canonical_axes()[0][2] == 2
+    share = min(1.0, LONGEST_LUNG_MM / (canonical.shape[2] * canonical.spacing_mm[2])) if axial else 1.0
+    return share * prod(scan.grid.shape) / 1e6
+
+
 def _stage1_mb(scan: Scan, locator: Runner) -> tuple[float, float]:
-    """Memory of stage 1's opinion, and of its network on one slab."""
+    """Memory of stage 1's opinion, twice while its sides are settled, and of its network on one slab."""
     nx, ny, nz = coarse_grid(scan.canonical(), locator.stage.view).shape
     slabs = slabs_along_z(nz, locator.stage)
-    voxels = nx * ny * max(slab.seen.stop - slab.seen.start for slab in slabs)
-    return 8 * nx * ny * nz / 1e6, voxels * bytes_per_voxel(locator.stage, locator.precision) / 1e6
+    depth = max(slab.seen.stop - slab.seen.start for slab in slabs)
+    kept = min(nz, int((LONGEST_LUNG_MM + 2 * KEPT_MM) / locator.stage.view.spacing_mm))
+    return 4 * nx * ny * kept / 1e6, pass_mb(locator, nx * ny * depth, nx * ny) + 4 * nx * ny * depth / 1e6
+
+
+def _stage2_mb(refiner: Runner, tile: float, layer: float) -> float:
+    """Memory of a lung's image and logits, and of its network on one tile of it."""
+    lung = prod(LARGEST_LUNG_VOXELS)
+    channels = refiner.stage.unet.in_channels
+    return (4 * (channels + 1) * (lung - tile) + 4 * lung) / 1e6 + pass_mb(refiner, tile, layer)
 
 
 def _refuse(scan: Scan, option: str, limit_gb: float | None, needed_mb: float) -> None:

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from cascadeseg.formats.dicom_files import DAMAGED, NOT_DICOM, Slice, ct_slices,
 from cascadeseg.formats.dicom_stack import Layer, Stack, stacks_of
 from cascadeseg.formats.memory import refuse_oversized
 from cascadeseg.formats.placement import checked_grid, checked_spacing
-from cascadeseg.formats.scan import Scan
+from cascadeseg.formats.scan import Before, Scan, hollow, nothing
 
 READERS = 8
 """Threads: they wait for the disk or the network more than they compute."""
@@ -52,13 +52,14 @@ class DicomSeries:
     files: tuple[str, ...]
 
 
-def read_dicom(path: Path, series: str | None = None) -> Scan:
+def read_dicom(path: Path, series: str | None = None, before: Before = nothing) -> Scan:
     """A DICOM series as a `Scan` whose ``native`` is a `DicomSeries`, not yet audited.
 
     Args:
         path: a folder (nested ones too), a zip of one, or a single file: an enhanced CT is read from it, of a slice
             the rest of its series is looked for in its folder.
         series: SeriesInstanceUID; the largest CT series if None.
+        before: see `read_scan`.
 
     Raises:
         ScanError: there is no CT volume, not this series, or it cannot be read.
@@ -76,11 +77,9 @@ def read_dicom(path: Path, series: str | None = None) -> Scan:
         if kinds[DAMAGED]:
             odd.append(f"{kinds[DAMAGED]} damaged DICOM files were left out")
         stack, others = _chosen(stacks_of(slices), series, path)
-        voxels, slope, intercept = _volume(stack, path)
-    grid, repaired = checked_grid(stack.shape, stack.affine, path)
-    native = DicomSeries(stack.series.study_uid, stack.series.uid, tuple(slice_.source.name for slice_ in stack.slices))
-    warnings = (*odd, *others, *stack.warnings, *repaired)
-    return Scan(voxels, grid, slope, intercept, str(path), native, warnings)
+        outline = _outline(stack, path, (*odd, *others, *stack.warnings))
+        before(outline)
+        return replace(outline, voxels=_volume(stack, outline))
 
 
 @contextmanager
@@ -144,8 +143,8 @@ def _named(stack: Stack) -> str:
     return f"{stack.series.uid} ({description}{len(stack.slices)} slices)"
 
 
-def _volume(stack: Stack, path: Path) -> tuple[npt.NDArray[Any], float, float]:
-    """(X, Y, Z) values of a stack, and their slope and intercept."""
+def _outline(stack: Stack, path: Path, odd: tuple[str, ...]) -> Scan:
+    """A stack as a scan without its voxels."""
     checked_spacing((*stack.slices[0].pixel_spacing_mm, stack.spacing_mm), path)
     if stack.tilt_degrees > MAX_TILT_DEGREES:
         found = f"slices sheared by {stack.tilt_degrees:.0f} degrees"
@@ -156,16 +155,25 @@ def _volume(stack: Stack, path: Path) -> tuple[npt.NDArray[Any], float, float]:
     else:  # slices scaled one by one meet in whole HU
         dtype, slope, intercept = np.dtype(np.int16), 1.0, 0.0
     refuse_oversized(path, stack.shape, dtype.itemsize, None)
+    grid, repaired = checked_grid(stack.shape, stack.affine, path)
+    native = DicomSeries(stack.series.study_uid, stack.series.uid, tuple(slice_.source.name for slice_ in stack.slices))
+    return Scan(hollow(stack.shape, dtype), grid, slope, intercept, str(path), native, (*odd, *repaired))
+
+
+def _volume(stack: Stack, outline: Scan) -> npt.NDArray[Any]:
+    """(X, Y, Z) values of a stack, as its outline says."""
+    dtype = outline.voxels.dtype
+    as_hu = len({slice_.rescale for slice_ in stack.slices}) > 1
     volume = np.empty((len(stack.layers), *stack.canvas), dtype)
-    air = _into((PADDING_HU - intercept) / slope, dtype)
+    air = _into((PADDING_HU - outline.intercept) / outline.slope, dtype)
 
     def fill(item: tuple[int, Layer]) -> None:
         index, layer = item
-        volume[index] = _layer_values(stack, layer, dtype, len(rescales) > 1, float(air))
+        volume[index] = _layer_values(stack, layer, dtype, as_hu, float(air))
 
     with ThreadPoolExecutor(READERS) as pool:
         list(pool.map(fill, enumerate(stack.layers)))
-    return volume.transpose(2, 1, 0), slope, intercept
+    return volume.transpose(2, 1, 0)
 
 
 def _layer_values(stack: Stack, layer: Layer, dtype: np.dtype[Any], as_hu: bool, air: float) -> npt.NDArray[Any]:

@@ -19,7 +19,7 @@ from cascadeseg.formats.memory import DEFLATE_LIMIT, refuse_oversized
 from cascadeseg.formats.metaimage import NO_PLACE, checked_header
 from cascadeseg.formats.nifti import volume_shape
 from cascadeseg.formats.placement import LPS_TO_RAS, checked_grid, checked_spacing
-from cascadeseg.formats.scan import Scan
+from cascadeseg.formats.scan import Before, Scan, hollow, nothing
 from cascadeseg.geometry import Affine, Grid
 
 IMAGE_IO = {".mha": "MetaImageIO", ".mhd": "MetaImageIO", ".nrrd": "NrrdImageIO", ".nhdr": "NrrdImageIO"}
@@ -55,13 +55,14 @@ class ItkGeometry:
         return ItkGeometry(image.GetSpacing()[:3], image.GetOrigin()[:3], _direction3(image))
 
 
-def read_itk(path: Path, suffix: str, volume: int | None = None) -> Scan:
+def read_itk(path: Path, suffix: str, volume: int | None = None, before: Before = nothing) -> Scan:
     """A MetaImage or NRRD file as a `Scan` whose ``native`` is its `ItkGeometry`, not yet audited.
 
     Args:
         path: the file (of two files, the header).
         suffix: one of `IMAGE_IO`.
         volume: which volume of a 4D file, from 0; None for 3D files.
+        before: see `read_scan`.
 
     Raises:
         ScanError: anything that is not one readable 3D volume.
@@ -77,7 +78,10 @@ def read_itk(path: Path, suffix: str, volume: int | None = None) -> Scan:
         checked_spacing(reader.GetSpacing()[:3], path)
         held = None if suffix in DETACHED else path.stat().st_size * DEFLATE_LIMIT
         _check_kind(reader.GetNumberOfComponents(), path)
-        refuse_oversized(path, shape, _item_bytes(reader.GetPixelID()), held)
+        item_bytes = _item_bytes(reader.GetPixelID())
+        refuse_oversized(path, shape, item_bytes, held)
+        grid, _ = checked_grid(shape, ItkGeometry.of_image(reader).affine, path)
+        before(Scan(hollow(shape, np.dtype(f"i{item_bytes}")), grid, source=str(path)))
         if reader.GetDimension() > 3:
             rest = reader.GetSize()[3:]
             reader.SetExtractSize([*shape, *[0] * len(rest)])

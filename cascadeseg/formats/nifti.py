@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from gzip import BadGzipFile
 from math import prod
 from pathlib import Path
@@ -32,7 +33,7 @@ import numpy.typing as npt
 from isal import igzip, isal_zlib
 from nibabel.spatialimages import HeaderDataError
 
-from cascadeseg.errors import ScanError
+from cascadeseg.errors import CascadesegError, ScanError
 from cascadeseg.formats.memory import DEFLATE_LIMIT, refuse_oversized
 from cascadeseg.formats.placement import (
     MAX_SHEAR_DEGREES,
@@ -42,7 +43,7 @@ from cascadeseg.formats.placement import (
     shear_degrees,
     spacing_of,
 )
-from cascadeseg.formats.scan import Scan
+from cascadeseg.formats.scan import Before, Scan, hollow, nothing
 from cascadeseg.geometry import Affine, Grid
 from cascadeseg.labels import LUNGS
 
@@ -62,18 +63,19 @@ READ_BYTES = 1 << 20
 COPY_AGAIN = "copy or download it again"
 
 
-def read_nifti(path: Path, volume: int | None = None) -> Scan:
+def read_nifti(path: Path, volume: int | None = None, before: Before = nothing) -> Scan:
     """A NIfTI file as a `Scan` whose ``native`` is the nibabel header, not yet audited.
 
     Args:
         path: ``.nii`` or ``.nii.gz`` (told apart by content, not name), or the ``.hdr`` or ``.img`` of a pair.
         volume: which volume of a 4D file, from 0; None for 3D files.
+        before: see `read_scan`.
 
     Raises:
         ScanError: anything that is not one readable 3D volume.
     """
     if path.name.lower().endswith((".hdr", ".img")):
-        return _read_pair(path, volume)
+        return _read_pair(path, volume, before)
     with _opened(path) as (stream, packed):
         header = _read_header(stream, path)
         shape, skipped = volume_shape(_dims(header), volume, path)
@@ -83,12 +85,14 @@ def read_nifti(path: Path, volume: int | None = None) -> Scan:
         size = path.stat().st_size
         held = size * DEFLATE_LIMIT if packed else size - offset
         refuse_oversized(path, shape, dtype.itemsize, held, mapped=not packed)
+        outline = _scan(hollow(shape, dtype.newbyteorder("=")), header, path)
+        before(outline)
         if packed or not dtype.isnative:
             voxels = _read_voxels(stream, offset, shape, dtype, path)
         else:
             mapped = np.memmap(path, dtype, mode="c", offset=offset, shape=shape, order="F")
             voxels = mapped.view(np.ndarray)
-    return _scan(voxels, header, path)
+    return replace(outline, voxels=voxels)
 
 
 def scan_of_image(image: Any, source: str) -> Scan:
@@ -132,24 +136,32 @@ def volume_shape(dims: tuple[int, ...], volume: int | None, where: object) -> tu
     return (x, y, z), volume or 0
 
 
-def _read_pair(path: Path, volume: int | None) -> Scan:
+def _read_pair(path: Path, volume: int | None, before: Before) -> Scan:
     try:
         image = nibabel.load(path)
         header = image.header
         shape, index = volume_shape(tuple(map(int, image.shape)), volume, path)
         dtype = _voxel_type(header, path)
         refuse_oversized(path, shape, dtype.itemsize, None)
+        outline = _pair_outline(image, hollow(shape, dtype.newbyteorder("=")), path)
+        before(outline)
         raw = np.asarray(image.dataobj.get_unscaled())
-    except ScanError:
+    except CascadesegError:
         raise
     except Exception as problem:  # nibabel raises many kinds for a bad pair, and all of them mean one thing
         raise ScanError(path, f"not a readable NIfTI or Analyze pair ({_one_line(problem)})") from problem
     voxels = raw.reshape((*shape, -1), order="F")[..., index]
-    if not isinstance(header, nibabel.Nifti1Header):  # Analyze has no forms; nibabel knows how its axes lie
-        grid, warnings = checked_grid(shape, np.asarray(image.affine), path)
-        slope, intercept = _scaling(*header.get_slope_inter())
-        return Scan(voxels, grid, slope, intercept, str(path), None, (*warnings, _NO_FORM))
-    return _scan(voxels.astype(dtype.newbyteorder("="), copy=False), header, path)
+    return replace(outline, voxels=voxels.astype(dtype.newbyteorder("="), copy=False))
+
+
+def _pair_outline(image: Any, voxels: npt.NDArray[Any], path: Path) -> Scan:
+    header = image.header
+    if isinstance(header, nibabel.Nifti1Header):
+        return _scan(voxels, header, path)
+    # Analyze has no forms; nibabel knows how its axes lie.
+    grid, warnings = checked_grid(voxels.shape, np.asarray(image.affine), path)
+    slope, intercept = _scaling(*header.get_slope_inter())
+    return Scan(voxels, grid, slope, intercept, str(path), None, (*warnings, _NO_FORM))
 
 
 def _scan(voxels: npt.NDArray[Any], header: Any, path: Path) -> Scan:

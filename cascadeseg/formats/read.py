@@ -12,20 +12,23 @@ from cascadeseg.errors import ScanError
 from cascadeseg.formats.doctor import audit
 from cascadeseg.formats.names import suffix_of
 from cascadeseg.formats.placement import checked_grid
-from cascadeseg.formats.scan import Scan
+from cascadeseg.formats.scan import Before, Scan, nothing
 from cascadeseg.geometry import Affine, Grid
 
 MIN_VOXELS = 2
 """On each axis: with a single voxel a volume is a picture or a line, not a scan."""
 
 
-def read_scan(path: str | Path, *, series: str | None = None, volume: int | None = None) -> Scan:
+def read_scan(
+    path: str | Path, *, series: str | None = None, volume: int | None = None, before: Before = nothing
+) -> Scan:
     """Reads a CT scan as it is stored, and looks for what is odd about it.
 
     Args:
         path: a NIfTI, MHA/MHD or NRRD file; a DICOM file, a folder of them (also nested), or a zip of one.
         series: which DICOM series, by its SeriesInstanceUID; the largest CT series if None.
         volume: which volume of a 4D file, from 0.
+        before: told what the header says before any voxel is read; what it raises is raised here.
 
     Returns:
         The scan, with a warning for everything odd but usable.
@@ -33,9 +36,12 @@ def read_scan(path: str | Path, *, series: str | None = None, volume: int | None
     Raises:
         ScanError: the path is not one readable 3D volume.
     """
-    scan = _read(Path(path), series, volume)
-    _check_size(scan)
-    return audit(scan)
+
+    def checked(outline: Scan) -> None:
+        _check_size(outline)
+        before(outline)
+
+    return audit(_read(Path(path), series, volume, checked))
 
 
 def read_labels(path: str | Path) -> tuple[npt.NDArray[Any], Grid]:
@@ -44,7 +50,7 @@ def read_labels(path: str | Path) -> tuple[npt.NDArray[Any], Grid]:
     Raises:
         ScanError: the path is not one readable 3D volume of whole numbers.
     """
-    scan = _read(Path(path), None, None)
+    scan = _read(Path(path), None, None, nothing)
     labels = scan.voxels
     if (scan.slope, scan.intercept) != (1.0, 0.0) or labels.dtype.kind == "f":
         values = labels.astype(np.float32) * np.float32(scan.slope) + np.float32(scan.intercept)
@@ -94,15 +100,15 @@ def _scan_of_array(array: npt.NDArray[Any], affine: npt.ArrayLike | None, source
     return Scan(native_order, grid, source=source, warnings=warnings)
 
 
-def _read(path: Path, series: str | None, volume: int | None) -> Scan:
+def _read(path: Path, series: str | None, volume: int | None, before: Before) -> Scan:
     """Opens a path, whatever it is; failures of disks and permissions become one line."""
     try:
-        return _opened(path, suffix_of(path), series, volume)
+        return _opened(path, suffix_of(path), series, volume, before)
     except OSError as problem:
         raise ScanError(path, f"cannot be read ({problem.strerror or problem})") from problem
 
 
-def _opened(path: Path, suffix: str, series: str | None, volume: int | None) -> Scan:
+def _opened(path: Path, suffix: str, series: str | None, volume: int | None, before: Before) -> Scan:
     """Chooses the reader by what the path is. Imports stay inside: each reader loads a large library."""
     if not path.exists():
         raise ScanError(path, "no such file or folder")
@@ -111,17 +117,17 @@ def _opened(path: Path, suffix: str, series: str | None, volume: int | None) -> 
 
         if volume is not None:
             raise ScanError(path, "a DICOM series, and --volume", "--series UID to choose among DICOM series")
-        return read_dicom(path, series)
+        return read_dicom(path, series, before)
     if series is not None:
         raise ScanError(path, "not DICOM, so without series to choose from", "", "leave out --series")
     if suffix in (".mha", ".mhd", ".nrrd", ".nhdr"):
         from cascadeseg.formats.itk import read_itk
 
-        return read_itk(path, suffix, volume)
+        return read_itk(path, suffix, volume, before)
     if suffix in (".nii", ".nii.gz", ".hdr", ".img"):
         from cascadeseg.formats.nifti import read_nifti
 
-        return read_nifti(path, volume)
+        return read_nifti(path, volume, before)
     expected = "NIfTI, MHA/MHD, NRRD or DICOM"
     raise ScanError(path, f"unknown kind of file ({suffix or 'no suffix'})", expected)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from cascadeseg.geometry import Box, Grid, canonical_view
+from cascadeseg.geometry import Box, Grid, Shape, canonical_view
 
 
 @dataclass(frozen=True)
@@ -51,3 +52,16 @@ class Scan:
     def warned(self, *warnings: str) -> Scan:
         """The same scan with more warnings."""
         return replace(self, warnings=(*self.warnings, *warnings))
+
+
+Before = Callable[[Scan], object]
+"""Told what a header says of a scan, its voxels hollow, before they are read; what it raises ends the reading."""
+
+
+def nothing(outline: Scan) -> None:
+    """Lets every scan be read."""
+
+
+def hollow(shape: Shape, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Zeros of a shape that take the memory of one."""
+    return np.broadcast_to(np.zeros((), dtype), shape)

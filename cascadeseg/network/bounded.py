@@ -11,11 +11,13 @@ from torch import Tensor
 
 from cascadeseg.errors import DeviceError
 from cascadeseg.network.engine import Engine, Precision, in_slabs
-from cascadeseg.network.levels import Finish, unchanged
+from cascadeseg.network.levels import Finish, slab_samples, streamed_levels, unchanged
 from cascadeseg.network.model import Stage
 
 EngineKind = Literal["auto", "torch", "openvino"]
 ENGINES: tuple[EngineKind, ...] = ("auto", "torch", "openvino")
+SLAB_CONTEXT = 16
+"""Slices of an image that a slab sees beside its own."""
 LIVE_TENSORS = 5
 """Full-width tensors that a forward pass holds at once, its workspace included (measured)."""
 
@@ -31,6 +33,16 @@ class Runner(Protocol):
 
     @property
     def precision(self) -> str: ...
+
+    @property
+    def work_bytes(self) -> float:
+        """Memory of a level that goes in slabs, for each voxel in work, in half precision (measured)."""
+        ...
+
+    @property
+    def library_mb(self) -> float:
+        """Memory of its library beside torch."""
+        ...
 
     def __call__(self, image: Tensor, finish: Finish = unchanged) -> Tensor: ...
 
@@ -55,11 +67,31 @@ def open_engine(stage: Stage, device: torch.device, precision: Precision = "auto
 
 
 def bytes_per_voxel(stage: Stage, precision: str) -> float:
-    """Memory of a forward pass for each voxel of the image: image, widest level and logits."""
+    """Memory of a whole forward pass for each voxel of the image: image, widest level and logits."""
     unet = stage.unet
     width = 4 if precision == "fp32" else 2
     finest = unet.widths[0] / (8 if unet.stem == "space_to_depth" else 1)
     return unet.in_channels * (4 + 2 * width) + LIVE_TENSORS * finest * width + unet.out_channels * (4 + width)
+
+
+def pass_mb(engine: Runner, voxels: float, layer: float) -> float:
+    """Memory of a forward pass.
+
+    Args:
+        engine: what runs it.
+        voxels: of the image.
+        layer: voxels of one of its slices.
+    """
+    unet, levels = engine.stage.unet, streamed_levels(engine.stage.unet)
+    if engine.device.type != "cpu" or not levels:
+        return voxels * bytes_per_voxel(engine.stage, engine.precision) / 1e6
+    width = 4 if engine.precision == "fp32" else 2
+    shrunk = [(8 if unet.stem == "space_to_depth" else 1) * 8**level for level in range(levels + 1)]
+    skips = sum(unet.widths[level] / shrunk[level] for level in range(levels))
+    lowers = sum(unet.widths[level] / shrunk[level] for level in range(1, levels + 1))
+    kept = voxels * (4 * (unet.in_channels + 1) + width * (skips + lowers))
+    in_work = min(voxels, slab_samples(layer) + SLAB_CONTEXT * layer)
+    return (kept + in_work * engine.work_bytes * width / 2) / 1e6
 
 
 class BoundedEngine:
@@ -96,6 +128,14 @@ class BoundedEngine:
                     raise
                 ran_out = error.with_traceback(None)  # whose frames hold on to the tensors
             length = self._next_rung(length, image.shape[3], ran_out)
+
+    @property
+    def work_bytes(self) -> float:
+        return self._engine.work_bytes
+
+    @property
+    def library_mb(self) -> float:
+        return self._engine.library_mb
 
     def tile_length(self, shape: tuple[int, ...]) -> int:
         """Slices kept of each tile of a (C, X, Y, Z) image: all, or what the limit leaves beside the context."""

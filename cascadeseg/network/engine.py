@@ -68,6 +68,9 @@ def _cpu_multiplies_bfloat16() -> bool:
 class Engine:
     """A stage's network, ready to run on a device."""
 
+    work_bytes = 60.0
+    library_mb = 0.0
+
     def __init__(self, stage: Stage, device: torch.device, precision: Precision = "auto") -> None:
         self.stage = stage
         self.device = device

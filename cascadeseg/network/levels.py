@@ -16,9 +16,11 @@ from torch import Tensor
 
 from cascadeseg.network.unet import UNetConfig
 
-SLAB_VOXELS = 2_000_000
-"""Voxels of a level that are in work at any one time, about."""
-THINNEST_SLAB = 32
+SLAB_VOXELS = 1_000_000
+"""Voxels of the image that are in work at any one time, about."""
+NARROWER = 16
+"""Samples of a coarser level hold more: 8 of the finer level's, and twice their channels."""
+THINNEST_SLAB = 24
 """Samples along z; of thinner slabs most would be neighbours'."""
 STREAMED_LEVELS = 2
 
@@ -102,7 +104,7 @@ def _descend(parts: Parts, level: int, x: Tensor) -> tuple[Tensor, Tensor]:
     cell, convolutions = _cell(parts.config, level), _convolutions(parts.config) + (level == 0)
     skips: Tensor | None = None
     lowers: Tensor | None = None
-    for slab in _slabs(x, 2 * cell, cell * convolutions):
+    for slab in _slabs(x, 2 * cell, cell * convolutions, SLAB_VOXELS // NARROWER**level):
         skip, lower = parts.descend(level, x[..., slab.seen])
         depth = x.shape[3]
         skips = _kept(skips, skip, slab, depth, cell, parts.dtype)
@@ -115,7 +117,7 @@ def _descend(parts: Parts, level: int, x: Tensor) -> tuple[Tensor, Tensor]:
 def _ascend(parts: Parts, level: int, lower: Tensor, skip: Tensor, finish: Finish) -> Tensor:
     cell = _cell(parts.config, level)
     features: Tensor | None = None
-    for slab in _slabs(skip, 2, _convolutions(parts.config), SLAB_VOXELS // cell**3):
+    for slab in _slabs(skip, 2, _convolutions(parts.config), SLAB_VOXELS // NARROWER**level // cell**3):
         half = slice(slab.seen.start // 2, slab.seen.stop // 2)
         part = parts.ascend(level, lower[..., half], skip[..., slab.seen])
         kept = slice(slab.kept_of_seen.start * cell, slab.kept_of_seen.stop * cell)
@@ -137,7 +139,7 @@ def _kept(whole: Tensor | None, part: Tensor, slab: Slab, depth: int, shrunk: in
     return whole
 
 
-def _slabs(x: Tensor, unit: int, reach: int, voxels: int = SLAB_VOXELS) -> Iterator[Slab]:
+def _slabs(x: Tensor, unit: int, reach: int, voxels: int) -> Iterator[Slab]:
     """Slabs of (C, X, Y, Z) along z whose bounds are multiples of ``unit``, each seeing ``reach`` more or better."""
     _, nx, ny, depth = x.shape
     context = -(-reach // unit) * unit
@@ -145,6 +147,11 @@ def _slabs(x: Tensor, unit: int, reach: int, voxels: int = SLAB_VOXELS) -> Itera
     for start in range(0, depth, length):
         stop = min(start + length, depth)
         yield Slab(slice(start, stop), slice(max(0, start - context), min(depth, stop + context)))
+
+
+def slab_samples(layer: float) -> float:
+    """Voxels in work at a time, of an image with so many in a slice."""
+    return max(SLAB_VOXELS, THINNEST_SLAB * layer)
 
 
 def _cell(config: UNetConfig, level: int) -> int:

@@ -54,6 +54,9 @@ _HINTS = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
 class OpenVinoEngine:
     """A stage's network on a processor; same use and same results as `engine.Engine`, to its precision."""
 
+    work_bytes = 115.0
+    library_mb = 75.0
+
     def __init__(self, stage: Stage, precision: Precision = "auto") -> None:
         self.stage = stage
         self.device = torch.device("cpu")

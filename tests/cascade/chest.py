@@ -58,6 +58,8 @@ class Thresholder:
     precision: str = "fp32"
     shapes: list[tuple[int, ...]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    work_bytes: float = 60.0
+    library_mb: float = 0.0
 
     def __call__(self, image: Tensor, finish: Finish = unchanged) -> Tensor:
         self.shapes.append(tuple(image.shape))

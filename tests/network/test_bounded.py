@@ -11,6 +11,7 @@ import torch
 from cascadeseg.errors import DeviceError
 from cascadeseg.network import Engine, UNet, UNetConfig, View, bounded, stage_of
 from cascadeseg.network.bounded import BoundedEngine, open_engine
+from cascadeseg.network.engine import padded_to
 
 CPU = torch.device("cpu")
 SMALL = UNetConfig(2, 1, widths=(4, 8, 16), block="bottleneck")
@@ -47,8 +48,24 @@ def test_tiles_equal_the_whole():
     assert torch.allclose(engine(image), whole, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["torch", pytest.param("openvino", marks=needs_openvino)])
+@pytest.mark.parametrize("config", [SMALL, replace(SMALL, block="residual"), replace(SMALL, stem="convolution")])
+def test_levels_in_slabs_equal_the_whole(monkeypatch, kind, config):
+    monkeypatch.setattr("cascadeseg.network.levels.SLAB_VOXELS", 1)
+    monkeypatch.setattr("cascadeseg.network.levels.THINNEST_SLAB", 8)
+    image = torch.randn(2, 17, 20, 90)
+    engine = open_engine(stage(config), CPU, "fp32", kind)
+    network = engine.stage.network().eval()
+    with torch.inference_mode():
+        whole = network(padded_to(image, config.stride)[0][None])[0, :, :17, :20, :90]
+    assert torch.allclose(engine(image), whole, atol=1e-4)
+    assert torch.allclose(engine(image, torch.sigmoid), whole.sigmoid(), atol=1e-4)
+
+
 class Starved:
     """An engine that has no memory for images longer than ``longest`` slices."""
+
+    work_bytes, library_mb = 60.0, 0.0
 
     def __init__(self, longest: int, error: Exception) -> None:
         self.stage, self.device, self.precision = stage(), CPU, "fp32"
