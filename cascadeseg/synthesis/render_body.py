@@ -162,7 +162,7 @@ def paint_body(scene: Scene, shapes: Shapes) -> None:
     seed = hu.texture_seed
     grain = scene.noise(seed + 1, 7.0, part)
     muscle = scene.filled(scene.up(shapes.muscle, part))
-    # Sheets of fat between the muscles: wavy layers around the rib cage, wider in fat people, none between ribs or in arms.
+    # Sheets of fat between the muscles: wavy layers around the chest, wider in fat people; none between ribs, in arms.
     layers = (shapes.cage / scene.scale + 5 * scene.coarse_noise(seed + 2, 17.0) + 3).clamp(min=11, max=44) / 11
     sheets = scene.up(layers, part).frac_().sub_(0.5).abs_()
     sheets.mul_(-11 * 0.45).add_(0.35 + 0.02 * min(torso.fat, 40.0))
