@@ -258,18 +258,17 @@ def _in_thick_slices(image: Tensor, config: TrainingConfig, random: Generator) -
 
 
 def _damaged(prior: Tensor, probability: float, random: Generator) -> Tensor:
-    """Stage 1's opinion, sometimes vaguer than it was and with a ball of it erased."""
+    """Stage 1's opinion, sometimes with balls of it erased and vaguer than it was: the edges of a bite tell nothing."""
     if not _chance(probability, random):
         return prior
     shape = torch.tensor(prior.shape[1:])
-    coarse = F.avg_pool3d(prior[None], [min(8, n) for n in prior.shape[1:]], ceil_mode=True)
-    prior = F.interpolate(coarse, size=prior.shape[1:], mode="trilinear", align_corners=False)[0]
-    centre = (torch.rand(3, generator=random) * shape).tolist()
-    radius = 10 + 30 * float(torch.rand((), generator=random))
-    axes = [(torch.arange(int(n), device=prior.device) - c) ** 2 for n, c in zip(shape, centre, strict=True)]
-    ball = axes[0][:, None, None] + axes[1][:, None] + axes[2] < radius**2
-    erased: Tensor = prior * ~ball
-    return erased
+    for _ in range(1 + int(torch.randint(0, 4, (), generator=random))):
+        centre = (torch.rand(3, generator=random) * shape).tolist()
+        radius = 8 + 30 * float(torch.rand((), generator=random))
+        axes = [(torch.arange(int(n), device=prior.device) - c) ** 2 for n, c in zip(shape, centre, strict=True)]
+        prior = prior * (axes[0][:, None, None] + axes[1][:, None] + axes[2] >= radius**2)
+    coarse = F.avg_pool3d(prior[None], [min(12, n) for n in prior.shape[1:]], ceil_mode=True)
+    return F.interpolate(coarse, size=prior.shape[1:], mode="trilinear", align_corners=False)[0]
 
 
 def _blurred(image: Tensor, axis: int, times: int) -> Tensor:

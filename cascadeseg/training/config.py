@@ -88,7 +88,7 @@ class AugmentationConfig:
         blur: probability of a light blur along one random axis, as soft kernels give.
         low_resolution: probability that an axis is averaged into thick slices and interpolated back.
         thickest_mm: of those slices; the thinnest has the image's own spacing.
-        prior: stage 2: probability that stage 1's opinion is damaged (blurred, with a bite taken out).
+        prior: stage 2: probability that stage 1's opinion is damaged (bites taken out, then blurred).
     """
 
     scale: float = 0.08
@@ -103,7 +103,7 @@ class AugmentationConfig:
     blur: float = 0.15
     low_resolution: float = 0.15
     thickest_mm: float = 5.0
-    prior: float = 0.3
+    prior: float = 0.6
 
 
 @dataclass(frozen=True)
