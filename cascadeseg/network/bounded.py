@@ -86,12 +86,14 @@ def pass_mb(engine: Runner, voxels: float, layer: float) -> float:
     if engine.device.type != "cpu" or not levels:
         return voxels * bytes_per_voxel(engine.stage, engine.precision) / 1e6
     width = 4 if engine.precision == "fp32" else 2
-    shrunk = [(8 if unet.stem == "space_to_depth" else 1) * 8**level for level in range(levels + 1)]
+    finest = 8.0 if unet.stem == "space_to_depth" else 1.0
+    shrunk = [finest * 8.0**level for level in range(levels + 1)]
     skips = sum(unet.widths[level] / shrunk[level] for level in range(levels))
     lowers = sum(unet.widths[level] / shrunk[level] for level in range(1, levels + 1))
     kept = voxels * (4 * (unet.in_channels + 1) + width * (skips + lowers))
     in_work = min(voxels, slab_samples(layer) + SLAB_CONTEXT * layer)
-    return (kept + in_work * engine.work_bytes * width / 2) / 1e6
+    total: float = kept + in_work * engine.work_bytes * width / 2
+    return total / 1e6
 
 
 class BoundedEngine:
