@@ -14,7 +14,7 @@ GRID = chest_grid((4.0, 4.0, 4.0))
 
 
 def opinion(right: np.ndarray, left: np.ndarray) -> Coarse:
-    return Coarse(torch.from_numpy(np.stack([right, left]).astype(np.float32)), GRID)
+    return Coarse(torch.from_numpy(np.stack([right, left]).astype(np.float16)), GRID)
 
 
 def lungs() -> tuple[np.ndarray, np.ndarray]:

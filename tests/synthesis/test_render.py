@@ -115,9 +115,9 @@ def test_mirrored_anatomy_swaps_the_labels() -> None:
     swapped = mirrored.flip(0)
     swapped = torch.where(swapped == 0, 0, 3 - swapped)
     for value in (1, 2):
-        # Not voxel for voxel: the lattice and the roughness of the contours stay where they are in the world.
+        # Not voxel for voxel: the lattice and the waves of the contours stay where they are in the world.
         both = ((swapped == value) & (labels == value)).sum()
-        assert 2 * both / ((swapped == value).sum() + (labels == value).sum()) > 0.97
+        assert 2 * both / ((swapped == value).sum() + (labels == value).sum()) > 0.95
 
 
 def test_a_patient_turned_round_has_the_sides_of_the_header() -> None:
