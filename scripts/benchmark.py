@@ -236,7 +236,7 @@ def _infer_runs(scan: Path, engine: str, folder: Path, options: argparse.Namespa
     return {
         "scan": scan.name,
         "shape": shape,
-        "voxels_mb": 2 * shape[0] * shape[1] * shape[2] / 2**20,
+        "voxels_mb": 2 * shape[0] * shape[1] * shape[2] / 1e6,
         "engine": engine,
         "device": last["device"],
         "precision": last["precision"],

@@ -211,7 +211,7 @@ def _reset_gpu() -> None:
 
 def _gpu_peak_mb() -> float | None:
     """What torch took of the GPU at its largest, its unused reserve included; the CUDA context comes on top."""
-    return torch.cuda.max_memory_reserved() / 2**20 if torch.cuda.is_available() else None
+    return torch.cuda.max_memory_reserved() / 1e6 if torch.cuda.is_available() else None
 
 
 if __name__ == "__main__":

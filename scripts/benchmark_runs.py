@@ -62,12 +62,12 @@ def measured(command: list[str], stdout: int = subprocess.DEVNULL) -> Run:
     code = process.returncode = os.waitstatus_to_exitcode(status)
     if code != 0:
         raise SystemExit(f"{' '.join(command)} ended with exit code {code}")
-    unit = 2**20 if sys.platform == "darwin" else 2**10
+    unit = 1 if sys.platform == "darwin" else 1024
     cpu_s = usage.ru_utime + usage.ru_stime
     return Run(
         wall_s=wall_s,
         cpu_s=cpu_s,
-        peak_mb=usage.ru_maxrss / unit,
+        peak_mb=usage.ru_maxrss * unit / 1e6,
         memory_area=sum(memory) if memory else float("nan"),
         # The sum of what every sample would show is the processor time itself, in other units.
         cpu_area=100 * cpu_s / (os.cpu_count() or 1) / SAMPLE_S,
@@ -83,7 +83,7 @@ def _memory(pid: int) -> Iterator[list[float]]:
     ended = threading.Event()
 
     def sample() -> None:
-        statm, page_mb = Path(f"/proc/{pid}/statm"), os.sysconf("SC_PAGE_SIZE") / 2**20
+        statm, page_mb = Path(f"/proc/{pid}/statm"), os.sysconf("SC_PAGE_SIZE") / 1e6
         while not ended.wait(SAMPLE_S):
             try:
                 samples.append(int(statm.read_text(encoding="ascii").split()[1]) * page_mb)

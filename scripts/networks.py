@@ -126,7 +126,7 @@ def timed(stage: Stage, shape: tuple[int, ...], options: argparse.Namespace) -> 
         if device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
-    on_gpu = torch.cuda.max_memory_allocated() / 2**20 if device.type == "cuda" else 0.0
+    on_gpu = torch.cuda.max_memory_allocated() / 1e6 if device.type == "cuda" else 0.0
     return {
         "parameters": sum(p.numel() for p in network.parameters()),
         "seconds": statistics.median(seconds[1:]),

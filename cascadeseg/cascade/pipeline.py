@@ -326,10 +326,10 @@ def _concerns(lungs: tuple[LungResult, ...]) -> tuple[str, ...]:
 
 
 def peak_memory_mb() -> float:
-    """The largest resident memory this process ever had."""
+    """The largest resident memory this process ever had, in 10^6 bytes as all memory here."""
     if sys.platform == "win32":
         return float("nan")
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return float(peak) / (2**20 if sys.platform == "darwin" else 2**10)
+    return float(peak) * (1 if sys.platform == "darwin" else 1024) / 1e6
