@@ -142,8 +142,10 @@ def test_openvino_agrees_with_torch(config):
 
 
 @needs_openvino
-def test_openvino_is_chosen_where_it_is():
-    assert type(open_engine(stage(), CPU)).__name__ == "OpenVinoEngine"
+@pytest.mark.parametrize(("fast_at", "chosen"), [("fp32", "OpenVinoEngine"), ("bf16", "Engine")])
+def test_openvino_is_chosen_where_it_is_and_torch_has_no_fast_bfloat16(fast_at, chosen, monkeypatch):
+    monkeypatch.setattr("cascadeseg.network.bounded.fast_precision", lambda device: fast_at)
+    assert type(open_engine(stage(), CPU, "fp32")).__name__ == chosen
 
 
 @needs_openvino
