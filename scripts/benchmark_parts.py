@@ -30,7 +30,7 @@ from cascadeseg.cascade.pipeline import Segmentation, Segmenter, peak_memory_mb
 from cascadeseg.formats import read_scan, write_labels
 from cascadeseg.labels import LUNGS
 from cascadeseg.network import Stage, UNet, UNetConfig, View, find_device, stage_of
-from cascadeseg.network.bounded import Runner, open_engine
+from cascadeseg.network.bounded import EngineKind, Runner, open_engine
 
 PROBE = UNetConfig(widths=(64,), blocks=2, stem="convolution")
 """Hardly anything but 3x3x3 convolutions of 64 channels: what the machine does best."""
@@ -116,7 +116,9 @@ def agreement(options: argparse.Namespace) -> list[dict[str, Any]]:
     scan = read_scan(options.scans[0])
     device = find_device(options.device)
     on_cpu = device.type == "cpu"
-    engines = ["torch", *(["openvino"] if on_cpu and find_spec("openvino") else [])]
+    engines: list[EngineKind] = ["torch"]
+    if on_cpu and find_spec("openvino"):
+        engines.append("openvino")
     reference = Segmenter(options.model, device="cpu", engine="torch", precision="fp32").segment(scan).labels
     rows = []
     for engine in engines:
@@ -201,7 +203,7 @@ def _median_s(run: Callable[[], Any], repeat: int) -> float:
 
 def _dice(labels: np.ndarray[Any, Any], reference: np.ndarray[Any, Any], value: int) -> float:
     found, true = labels == value, reference == value
-    return float(2 * np.count_nonzero(found & true) / max(np.count_nonzero(found) + np.count_nonzero(true), 1))
+    return float(2 * np.count_nonzero(found & true) / max(int(np.count_nonzero(found) + np.count_nonzero(true)), 1))
 
 
 def _reset_gpu() -> None:

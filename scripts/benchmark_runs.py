@@ -43,7 +43,7 @@ class Run:
 
 def median(row: dict[str, Any], field: str) -> float:
     """Of a field of `Run` over a row's runs."""
-    return statistics.median(run[field] for run in row["runs"])
+    return float(statistics.median(run[field] for run in row["runs"]))
 
 
 def environment() -> dict[str, str]:

@@ -52,7 +52,7 @@ def patient_of(seed: int, kind: str, random: Random) -> Patient:
     presets |= {"one lung": "one_lung", "abdomen": "abdomen"}
     patient = sample_patient(seed, PRESETS[presets.get(kind, str(random.choice(["healthy", *sick])))])
     findings, scanner, side = patient.findings, patient.scanner, int(random.integers(2))
-    pair = (1.0, 0.0) if side == 0 else (0.0, 1.0)
+    pair = (1, 0) if side == 0 else (0, 1)
     if kind == "solid":
         findings = replace(findings, consolidation=1.0, consolidation_extent=random.uniform(0.4, 1.1))
     elif kind == "white":
@@ -60,9 +60,10 @@ def patient_of(seed: int, kind: str, random: Random) -> Patient:
     elif kind == "effusion":
         findings = replace(findings, effusion=tuple(random.uniform(30, 140, 2)), compression=(20.0, 20.0))
     elif kind == "pneumothorax":
-        findings = replace(findings, pneumothorax=tuple(random.uniform(20, 100) * s for s in pair))
+        depth = random.uniform(20, 100, 2) * pair
+        findings = replace(findings, pneumothorax=(float(depth[0]), float(depth[1])))
     elif kind == "missing":
-        findings = replace(findings, missing=tuple(int(s) for s in pair))
+        findings = replace(findings, missing=pair)
     elif kind == "noise":
         scanner = replace(scanner, noise_hu=random.uniform(100, 600), streaks_hu=random.uniform(0, 150))
     return replace(patient, findings=findings, scanner=scanner)
@@ -99,7 +100,8 @@ def wrong_spacing(scan: Scan, labels: np.ndarray[Any, Any], random: Random) -> C
     factor[[[2], [0, 1], [0, 1, 2]][int(random.integers(3))]] = random.choice(
         [random.uniform(0.25, 0.6), random.uniform(1.7, 4)]
     )
-    grid = Grid.axis_aligned(scan.grid.shape, np.asarray(scan.grid.spacing_mm) * factor)
+    spacing = (np.asarray(scan.grid.spacing_mm) * factor).tolist()
+    grid = Grid.axis_aligned(scan.grid.shape, spacing)
     return replace(scan, grid=grid), labels
 
 
@@ -108,7 +110,7 @@ def cut_field(scan: Scan, labels: np.ndarray[Any, Any], random: Random) -> Case:
     shape = np.asarray(scan.grid.shape)
     size = np.maximum(1, (shape * random.uniform([0.25, 0.25, 0.1], [0.7, 0.7, 1.0])).astype(int))
     start = (random.uniform(0, 1, 3) * (shape - size)).astype(int)
-    box = Box(tuple(map(int, start)), tuple(map(int, start + size)))
+    box = Box.whole(size.tolist()).shifted(start.tolist())
     cut = replace(scan, voxels=scan.voxels[box.slices].copy(), grid=scan.grid.cropped(box))
     return cut, labels[box.slices]
 
@@ -210,8 +212,9 @@ def judgements(scans: list[dict[str, Any]]) -> list[Judgement]:
 
 def fitted(masks: list[Judgement], rounds: int = 20_000, ridge: float = 1e-3) -> Calibration:
     """Logistic regression with weights that are not negative, by projected gradients."""
-    names = list(features(masks[0].signs))
-    x = np.array([list(features(mask.signs).values()) for mask in masks])
+    seen = [features(mask.signs) for mask in masks if mask.signs]
+    names = list(seen[0])
+    x = np.array([list(one.values()) for one in seen])
     y = np.array([mask.good for mask in masks], dtype=float)
     bias, weights = 0.0, np.zeros(len(names))
     for _ in range(rounds):
@@ -220,7 +223,7 @@ def fitted(masks: list[Judgement], rounds: int = 20_000, ridge: float = 1e-3) ->
         weights = np.maximum(0, weights - 0.5 * (ridge * weights - x.T @ error / len(y)))
     kept = {name: round(float(weight), 3) for name, weight in zip(names, weights, strict=True) if weight > 1e-3}
     calibration = Calibration(round(float(bias), 3), kept, 0.0)
-    good = [calibration.quality(mask.signs) for mask in masks if mask.good]
+    good = [calibration.quality(mask.signs) for mask in masks if mask.signs and mask.good]
     return replace(calibration, review_below=round(float(np.quantile(good, FALSE_ALARMS)), 3))
 
 
@@ -247,9 +250,8 @@ def table(rows: list[Judgement], calibration: Calibration) -> str:
 
 def reliability(rows: list[Judgement], calibration: Calibration) -> str:
     """Whether masks of a quality are as often good as it says."""
-    masks = [row for row in rows if row.signs]
-    quality = np.array([calibration.quality(mask.signs) for mask in masks])
-    good = np.array([mask.good for mask in masks])
+    quality = np.array([calibration.quality(row.signs) for row in rows if row.signs])
+    good = np.array([row.good for row in rows if row.signs])
     lines = ["| quality | masks | mean quality | share with Dice >= 0.9 |", "|---|---|---|---|"]
     for low, high in ((0, 0.2), (0.2, 0.5), (0.5, 0.8), (0.8, 0.95), (0.95, 1.01)):
         here = (quality >= low) & (quality < high)

@@ -57,11 +57,11 @@ def row(hu: np.ndarray, labels: np.ndarray | None, spacing: tuple[float, ...], t
     dx, dy, dz = spacing
     cut = (lambda s: None) if labels is None else (lambda s: labels[s])
     every = slice(None)
-    views = [(np.s_[:, :, z], dy / dx, "lung") for z in heights]
-    views.append((np.s_[:, :, heights[1]], dy / dx, "soft"))
-    views.append((np.s_[:, centre[1], :], dz / dx, "lung"))
-    views.append((np.s_[:, centre[1], :], dz / dx, "soft"))
-    views.append((np.s_[side, every, :], dz / dy, "lung"))
+    views: list[tuple[tuple[Any, ...], float, str]] = [((every, every, z), dy / dx, "lung") for z in heights]
+    views.append(((every, every, heights[1]), dy / dx, "soft"))
+    views.append(((every, centre[1], every), dz / dx, "lung"))
+    views.append(((every, centre[1], every), dz / dx, "soft"))
+    views.append(((side, every, every), dz / dy, "lung"))
     tiles = [picture(hu[s], cut(s) if w == "lung" else None, w, a, height) for s, a, w in views]
     sheet = Image.new("RGB", (sum(t.width + 4 for t in tiles), height + 14))
     x = 0

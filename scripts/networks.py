@@ -17,7 +17,7 @@ import statistics
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from cascadeseg.network import Stage, UNet, UNetConfig, load_model, stage_of
 
@@ -67,7 +67,7 @@ def variants(base: UNetConfig) -> dict[str, UNetConfig]:
     """Networks that differ from one in one thing each, by what differs."""
     half, more = (tuple(int(factor * width) for width in base.widths) for factor in (0.5, 1.5))
     full_resolution = (max(8, base.widths[0] // 4), *(width // 2 for width in base.widths))
-    other = "residual" if base.block == "bottleneck" else "bottleneck"
+    other: Literal["residual", "bottleneck"] = "residual" if base.block == "bottleneck" else "bottleneck"
     named = {
         "as shipped": base,
         "half the width": replace(base, widths=half),

@@ -138,7 +138,7 @@ def short(patient: Patient, share: float) -> Case:
 
 def cut(scan: Scan, labels: Labels, box: Box) -> Case:
     inside = labels[box.slices]
-    share = 1 - np.count_nonzero(inside) / max(1, np.count_nonzero(labels))
+    share = 1 - np.count_nonzero(inside) / max(1, int(np.count_nonzero(labels)))
     return replace(scan, voxels=scan.voxels[box.slices].copy(), grid=scan.grid.cropped(box)), inside, share
 
 
