@@ -31,6 +31,7 @@ from cascadeseg.formats import read_scan, write_labels
 from cascadeseg.labels import LUNGS
 from cascadeseg.network import Stage, UNet, UNetConfig, View, find_device, stage_of
 from cascadeseg.network.bounded import EngineKind, Runner, open_engine
+from cascadeseg.network.levels import Image
 
 PROBE = UNetConfig(widths=(64,), blocks=2, stem="convolution")
 """Hardly anything but 3x3x3 convolutions of 64 channels: what the machine does best."""
@@ -147,7 +148,7 @@ class _Recorded:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def __call__(self, image: Tensor, *rest: Any, **named: Any) -> Tensor:
+    def __call__(self, image: Image, *rest: Any, **named: Any) -> Tensor:
         self._shapes.append((self._engine.stage, tuple(image.shape)))
         return self._engine(image, *rest, **named)
 

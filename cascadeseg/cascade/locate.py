@@ -13,7 +13,7 @@ from cascadeseg.formats.scan import Scan
 from cascadeseg.geometry import Box, Grid, Shape
 from cascadeseg.network.bounded import Runner
 from cascadeseg.network.engine import slabs_of
-from cascadeseg.network.levels import Slab
+from cascadeseg.network.levels import Layers, Slab
 from cascadeseg.network.model import Stage, View
 
 SLAB_MM = 384.0
@@ -54,9 +54,8 @@ def locate(scan: Scan, engine: Runner) -> Coarse:
     found = torch.zeros(grid.shape[2], dtype=torch.bool)
     before: tuple[Slab, Tensor] | None = None
     for slab in slabs_along_z(grid.shape[2], engine.stage):
-        image = resample_scan(scan, grid.cropped(_layers(grid, slab.seen)), view, engine.device)
-        probabilities = engine(image[None], _probabilities)[..., slab.kept_of_seen]
-        del image
+        image = _image(scan, grid.cropped(_layers(grid, slab.seen)), view, engine.device)
+        probabilities = engine(image, _probabilities)[..., slab.kept_of_seen].clone()
         found[slab.kept] = (probabilities.sum(dim=0) > 0.5).any(dim=0).any(dim=0).cpu()
         if before is not None:
             _keep(lungs, before, found, view)
@@ -64,6 +63,15 @@ def locate(scan: Scan, engine: Runner) -> Coarse:
     if before is not None:
         _keep(lungs, before, found, view)
     return Coarse(lungs, grid)
+
+
+def _image(scan: Scan, grid: Grid, view: View, device: torch.device) -> Layers:
+    """(1, X, Y, Z) what stage 1 sees on a grid."""
+
+    def make(z: slice) -> Tensor:
+        return resample_scan(scan, grid.cropped(_layers(grid, z)), view, device)[None]
+
+    return Layers((1, *grid.shape), make)
 
 
 def _probabilities(logits: Tensor) -> Tensor:

@@ -30,10 +30,10 @@ from cascadeseg.cascade.plan import Plan, plan
 from cascadeseg.cascade.refine import Refined, refine
 from cascadeseg.errors import ModelError
 from cascadeseg.formats import read_scan, scan_of
-from cascadeseg.formats.memory import give_back_freed_memory
 from cascadeseg.formats.scan import Before, Scan
 from cascadeseg.geometry import Box, canonical_view
 from cascadeseg.labels import LUNGS, Label
+from cascadeseg.memory import give_back_freed_memory
 from cascadeseg.network.bounded import BoundedEngine, EngineKind
 from cascadeseg.network.engine import Precision, find_device
 from cascadeseg.network.model import Model, load_model

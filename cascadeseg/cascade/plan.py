@@ -19,8 +19,8 @@ CLEANING_MB = 250.0
 LONGEST_LUNG_MM = 400.0
 LARGEST_LUNG_VOXELS = (176, 256, 352)
 """Stage 2's image of a lung as large as they come."""
-LARGEST_TILE = 12_000_000
-"""Voxels that stage 2 sees at a time where no limit is given: most lungs as a whole."""
+LARGEST_GPU_TILE = 12_000_000
+"""Voxels that stage 2 sees at a time on a GPU where no limit is given: most lungs as a whole."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def plan(
     coarse_mb, stage1_mb = _stage1_mb(scan, locator)
     after_mb = _mask_mb(scan) + CLEANING_MB
     fixed_mb = (GPU_PROGRAM_MB if on_gpu else host_mb) + coarse_mb
-    smallest, largest = layer * (context + stride), min(LARGEST_TILE, prod(LARGEST_LUNG_VOXELS))
+    smallest, largest = layer * (context + stride), LARGEST_GPU_TILE if on_gpu else prod(LARGEST_LUNG_VOXELS)
 
     def needed_mb(tile: float) -> float:
         """With stage 2's tiles of so many voxels."""
@@ -113,10 +113,9 @@ def _stage1_mb(scan: Scan, locator: Runner) -> tuple[float, float]:
 
 
 def _stage2_mb(refiner: Runner, tile: float, layer: float) -> float:
-    """Memory of a lung's image and logits, and of its network on one tile of it."""
+    """Memory of the other lung's logits, of this one's where they are put together, and of the network on one tile."""
     lung = prod(LARGEST_LUNG_VOXELS)
-    channels = refiner.stage.unet.in_channels
-    return (4 * (channels + 1) * (lung - tile) + 4 * lung) / 1e6 + pass_mb(refiner, tile, layer)
+    return (2 * lung + (2 * lung if tile < lung else 0)) / 1e6 + pass_mb(refiner, tile, layer)
 
 
 def _refuse(scan: Scan, option: str, limit_gb: float | None, needed_mb: float) -> None:

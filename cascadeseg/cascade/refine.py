@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,7 +16,9 @@ from cascadeseg.cascade.resample import resample_scan, resample_volume
 from cascadeseg.formats.scan import Scan
 from cascadeseg.geometry import Box, Grid
 from cascadeseg.labels import LEFT_LUNG, LUNGS, Label
+from cascadeseg.memory import give_back_freed_memory
 from cascadeseg.network.bounded import Runner
+from cascadeseg.network.levels import Layers
 from cascadeseg.network.model import View
 
 LARGEST_REGROWTH = 3
@@ -26,7 +30,7 @@ class Refined:
 
     Attributes:
         lung: the box it was refined in.
-        logits: (X, Y, Z) float32, above 0 inside the lung, of the part of the box that holds all of the lung.
+        logits: (X, Y, Z) float16, above 0 inside the lung, of the part of the box that holds all of the lung.
         grid: their grid.
     """
 
@@ -49,27 +53,43 @@ def lung_image(scan: Scan, coarse: Coarse | None, label: Label, grid: Grid, view
     Returns:
         (C, X, Y, Z) float32: the image, and where ``view.prior`` this lung's probability minus the other's.
     """
-    image = torch.empty((2 if view.prior else 1, *grid.shape), device=device)
-    image[0] = mirrored(resample_scan(scan, grid, view, device), label)
-    if view.prior:
-        if coarse is None:
-            raise ValueError("a stage with a prior needs stage 1's probabilities")
-        image[1] = mirrored(_opinion(coarse, label, grid, view.prior_spacing_mm, device), label)
-    return image
+    return lung_layers(scan, coarse, label, grid, view, device)[..., :]
 
 
-def _opinion(coarse: Coarse, label: Label, grid: Grid, spacing_mm: float, device: torch.device) -> Tensor:
-    """(X, Y, Z) this lung's probability minus the other's, seen at a spacing (0: stage 1's own), on a crop's grid."""
+def lung_layers(
+    scan: Scan, coarse: Coarse | None, label: Label, grid: Grid, view: View, device: torch.device
+) -> Layers:
+    """`lung_image`, made slab by slab: as a whole it would take as much memory as anything in the network."""
+    nx, ny, nz = grid.shape
+    opinion = _opinion(coarse, label, grid, view.prior_spacing_mm, device) if view.prior else None
+
+    def make(z: slice) -> Tensor:
+        part = grid.cropped(Box((0, 0, z.start), (nx, ny, z.stop)))
+        channels = [resample_scan(scan, part, view, device)]
+        if opinion:
+            channels.append(opinion(part))
+        return mirrored(torch.stack(channels), label)
+
+    return Layers((2 if view.prior else 1, nx, ny, nz), make)
+
+
+def _opinion(
+    coarse: Coarse | None, label: Label, grid: Grid, spacing_mm: float, device: torch.device
+) -> Callable[[Grid], Tensor]:
+    """This lung's probability minus the other's, seen at a spacing (0: stage 1's own), on parts of a crop's grid."""
+    if coarse is None:
+        raise ValueError("a stage with a prior needs stage 1's probabilities")
+    lungs, source = coarse.lungs, coarse.grid
     this = LUNGS.index(label)
 
     def difference(box: Box) -> Tensor:
-        mine, others = (coarse.lungs[side][box.slices].float() for side in (this, 1 - this))
+        mine, others = (lungs[side][box.slices].float() for side in (this, 1 - this))
         return (mine - others).to(device)
 
     if not spacing_mm:
-        return resample_volume(difference, coarse.grid, grid)
+        return partial(resample_volume, difference, source)
     vague = grid.resampled(spacing_mm)
-    return resample_volume(resample_volume(difference, coarse.grid, vague), vague, grid)
+    return partial(resample_volume, resample_volume(difference, source, vague), vague)
 
 
 def mirrored(volume: Tensor, label: Label) -> Tensor:
@@ -81,6 +101,7 @@ def refine(scan: Scan, lung: LungBox, coarse: Coarse, engine: Runner) -> Refined
     """Segments one lung; a box that cuts it is grown and segmented again."""
     while True:
         refined = _refine_once(scan, lung, coarse, engine)
+        give_back_freed_memory()
         cut = cut_faces(refined, scan.grid)
         larger = regrow(lung, cut)
         if not cut or lung.regrown == LARGEST_REGROWTH or larger.box == lung.box:
@@ -91,9 +112,8 @@ def refine(scan: Scan, lung: LungBox, coarse: Coarse, engine: Runner) -> Refined
 def _refine_once(scan: Scan, lung: LungBox, coarse: Coarse, engine: Runner) -> Refined:
     stage = engine.stage
     grid = lung.extent(stage.view.spacing_mm, stage.unet.stride)
-    # The image has no name, so that it is gone when the logits are turned round.
-    logits = engine(lung_image(scan, coarse, lung.label, grid, stage.view, engine.device))[0]
-    return Refined(lung, mirrored(logits, lung.label), grid)
+    image = lung_layers(scan, coarse, lung.label, grid, stage.view, engine.device)
+    return Refined(lung, mirrored(engine(image, Tensor.half)[0], lung.label), grid)
 
 
 def _tight(refined: Refined, scan_grid: Grid) -> Refined:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import sys
-from functools import cache
 from pathlib import Path
 
 from cascadeseg.errors import ScanError
@@ -18,18 +15,6 @@ def available_memory_bytes() -> int | None:
     """Memory a process may still take, or None where the system does not tell."""
     known = [value for value in (_free_bytes(), _container_limit_bytes()) if value is not None]
     return min(known) if known else None
-
-
-def give_back_freed_memory() -> None:
-    """Has the C library return what was freed to the system: freed blocks of a step would stay with the process."""
-    trim = getattr(_c_library(), "malloc_trim", None)  # of glibc; others give back by themselves
-    if trim is not None:
-        trim(0)
-
-
-@cache
-def _c_library() -> object:
-    return ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def refuse_oversized(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cascadeseg.errors import DeviceError
 from cascadeseg.network.engine import Engine, Precision, fast_precision, in_slabs
-from cascadeseg.network.levels import Finish, slab_samples, streamed_levels, unchanged
+from cascadeseg.network.levels import Finish, Image, slab_samples, streamed_levels, unchanged
 from cascadeseg.network.model import Stage
 
 EngineKind = Literal["auto", "torch", "openvino"]
@@ -44,7 +44,7 @@ class Runner(Protocol):
         """Memory of its library beside torch."""
         ...
 
-    def __call__(self, image: Tensor, finish: Finish = unchanged) -> Tensor: ...
+    def __call__(self, image: Image, finish: Finish = unchanged) -> Tensor: ...
 
 
 def open_engine(stage: Stage, device: torch.device, precision: Precision = "auto", kind: EngineKind = "auto") -> Runner:
@@ -92,8 +92,8 @@ def pass_mb(engine: Runner, voxels: float, layer: float) -> float:
     shrunk = [finest * 8.0**level for level in range(levels + 1)]
     skips = sum(unet.widths[level] / shrunk[level] for level in range(levels))
     lowers = sum(unet.widths[level] / shrunk[level] for level in range(1, levels + 1))
-    kept = voxels * (4 * (unet.in_channels + 1) + width * (skips + lowers))
-    in_work = min(voxels, slab_samples(layer) + SLAB_CONTEXT * layer)
+    kept = voxels * (2 * unet.out_channels + width * (skips + lowers))
+    in_work = min(voxels, slab_samples(unet, layer) + SLAB_CONTEXT * layer)
     total: float = kept + in_work * engine.work_bytes * width / 2
     return total / 1e6
 
@@ -120,7 +120,7 @@ class BoundedEngine:
         """Voxels, context included, that may go through the network at a time."""
         self.notes: list[str] = []
 
-    def __call__(self, image: Tensor, finish: Finish = unchanged) -> Tensor:
+    def __call__(self, image: Image, finish: Finish = unchanged) -> Tensor:
         """Logits of an image of any size: (C, X, Y, Z) float32 to (K, X, Y, Z) float32, or what ``finish`` makes."""
         length = self.tile_length(image.shape)
         while True:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cascadeseg.errors import DeviceError
-from cascadeseg.network.levels import Finish, Slab, in_levels, streamed_levels, unchanged
+from cascadeseg.network.levels import Finish, Image, Layers, Slab, in_levels, put, streamed_levels, unchanged
 from cascadeseg.network.model import Stage
 from cascadeseg.network.unet import UNet
 
@@ -81,7 +81,7 @@ class Engine:
         self._network = network.to(device, self._dtype).to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
 
     @torch.inference_mode()
-    def __call__(self, image: Tensor, finish: Finish = unchanged) -> Tensor:
+    def __call__(self, image: Image, finish: Finish = unchanged) -> Tensor:
         """Logits of an image of any size.
 
         Args:
@@ -95,7 +95,7 @@ class Engine:
         if self.device.type == "cpu" and streamed_levels(self.stage.unet):
             logits = in_levels(_TorchParts(self._network, self._dtype), padded, finish)
         else:
-            batch = padded[None].to(self.device, self._dtype).contiguous(memory_format=torch.channels_last_3d)
+            batch = padded[..., :][None].to(self.device, self._dtype).contiguous(memory_format=torch.channels_last_3d)
             logits = finish(self._network(batch)[0].float())
         return logits[:, :nx, :ny, :nz]
 
@@ -122,12 +122,20 @@ class _TorchParts:
         return x[None].to(self.dtype).contiguous(memory_format=torch.channels_last_3d)
 
 
-def padded_to(image: Tensor, stride: int) -> tuple[Tensor, tuple[int, int, int]]:
+def padded_to(image: Image, stride: int) -> tuple[Image, tuple[int, int, int]]:
     """Pads (C, X, Y, Z) with zeros at the far ends to multiples of ``stride``; the result and the shape before."""
-    nx, ny, nz = image.shape[1:]
-    missing = [-n % stride for n in (nz, ny, nx)]
-    padding = [pad for m in missing for pad in (0, m)]
-    return (F.pad(image, padding) if any(missing) else image), (nx, ny, nz)
+    channels, nx, ny, nz = image.shape
+    px, py, pz = (-(-n // stride) * stride for n in (nx, ny, nz))
+
+    def padded(z: slice) -> Tensor:
+        inside = image[..., z.start : min(z.stop, nz)]
+        return F.pad(inside, (0, z.stop - z.start - inside.shape[3], 0, py - ny, 0, px - nx))
+
+    if (px, py, pz) == (nx, ny, nz):
+        return image, (nx, ny, nz)
+    if isinstance(image, Tensor):
+        return padded(slice(0, pz)), (nx, ny, nz)
+    return Layers((channels, px, py, pz), padded), (nx, ny, nz)
 
 
 def slabs_of(depth: int, length: int, context: int) -> list[Slab]:
@@ -144,7 +152,7 @@ def slabs_of(depth: int, length: int, context: int) -> list[Slab]:
     return [Slab(part, slice(max(0, part.start - context), min(depth, part.stop + context))) for part in kept]
 
 
-def in_slabs(run: Callable[[Tensor], Tensor], image: Tensor, *, length: int, context: int) -> Tensor:
+def in_slabs(run: Callable[[Image], Tensor], image: Image, *, length: int, context: int) -> Tensor:
     """Runs a network over a long image slab by slab along z, each with ``context`` voxels of its neighbours.
 
     Equal to one run over the whole where the context covers the network's field of view (`UNetConfig.reach`).
@@ -159,4 +167,12 @@ def in_slabs(run: Callable[[Tensor], Tensor], image: Tensor, *, length: int, con
         (K, X, Y, Z).
     """
     slabs = slabs_of(image.shape[3], length, context)
-    return torch.cat([run(image[..., slab.seen])[..., slab.kept_of_seen] for slab in slabs], dim=3)
+    if len(slabs) == 1:
+        return run(image)
+    whole: Tensor | None = None
+    for slab in slabs:
+        part = run(image[..., slab.seen] if isinstance(image, Tensor) else image.cut(slab.seen))
+        whole = put(whole, part, slab, image.shape[3], 1, part.dtype)
+    if whole is None:
+        raise ValueError("an image without voxels")
+    return whole

@@ -9,23 +9,53 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import EllipsisType
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from cascadeseg.memory import give_back_freed_memory
 from cascadeseg.network.unet import UNetConfig
 
-SLAB_VOXELS = 1_000_000
+SLAB_VOXELS = 600_000
 """Voxels of the image that are in work at any one time, about."""
 NARROWER = 16
 """Samples of a coarser level hold more: 8 of the finer level's, and twice their channels."""
-THINNEST_SLAB = 24
+THINNEST_SLAB = 12
 """Samples along z; of thinner slabs most would be neighbours'."""
 STREAMED_LEVELS = 2
 
 Finish = Callable[[Tensor], Tensor]
 """What is done to each slab of logits: (K, X, Y, z) to (any, X, Y, z)."""
+
+
+@dataclass(frozen=True)
+class Layers:
+    """An image that is made where it is looked at, ``image[..., start:stop]``, and never in memory as a whole.
+
+    Attributes:
+        shape: (C, X, Y, Z).
+        make: a range of slices to (C, X, Y, z) float32.
+    """
+
+    shape: tuple[int, int, int, int]
+    make: Callable[[slice], Tensor]
+
+    def __getitem__(self, where: tuple[EllipsisType, slice]) -> Tensor:
+        return self.make(slice(*where[1].indices(self.shape[3])[:2]))
+
+    def cut(self, z: slice) -> Layers:
+        """The image of a range of slices, not made yet."""
+
+        def make(inner: slice) -> Tensor:
+            return self.make(slice(z.start + inner.start, z.start + inner.stop))
+
+        return Layers((*self.shape[:3], z.stop - z.start), make)
+
+
+Image = Tensor | Layers
+"""(C, X, Y, Z) float32, in memory or made slab by slab."""
 
 
 def unchanged(logits: Tensor) -> Tensor:
@@ -80,7 +110,7 @@ def streamed_levels(config: UNetConfig) -> int:
     return min(STREAMED_LEVELS, len(config.widths) - 1) if config.norm == "batch" else 0
 
 
-def in_levels(parts: Parts, image: Tensor, finish: Finish, level: int = 0) -> Tensor:
+def in_levels(parts: Parts, image: Image, finish: Finish, level: int = 0) -> Tensor:
     """Runs a network over an image, its finest levels in slabs.
 
     Args:
@@ -93,25 +123,44 @@ def in_levels(parts: Parts, image: Tensor, finish: Finish, level: int = 0) -> Te
         (any, X, Y, Z): what ``finish`` makes of the logits; of other levels their features.
     """
     if level == streamed_levels(parts.config):
-        return parts.beneath(image)
+        return parts.beneath(image[..., :])
     skip, lower = _descend(parts, level, image)
     del image
+    give_back_freed_memory()
     lower = in_levels(parts, lower, finish, level + 1)
+    give_back_freed_memory()
     return _ascend(parts, level, lower, skip, finish)
 
 
-def _descend(parts: Parts, level: int, x: Tensor) -> tuple[Tensor, Tensor]:
+def _descend(parts: Parts, level: int, x: Image) -> tuple[Tensor, Tensor]:
     cell, convolutions = _cell(parts.config, level), _convolutions(parts.config) + (level == 0)
     skips: Tensor | None = None
     lowers: Tensor | None = None
-    for slab in _slabs(x, 2 * cell, cell * convolutions, SLAB_VOXELS // NARROWER**level):
-        skip, lower = parts.descend(level, x[..., slab.seen])
+    for slab, part in _seen(x, _slabs(x, 2 * cell, cell * convolutions, SLAB_VOXELS // NARROWER**level)):
+        skip, lower = parts.descend(level, part)
         depth = x.shape[3]
-        skips = _kept(skips, skip, slab, depth, cell, parts.dtype)
-        lowers = _kept(lowers, lower, slab, depth, 2 * cell, parts.dtype)
+        skips = put(skips, skip, slab, depth, cell, parts.dtype)
+        lowers = put(lowers, lower, slab, depth, 2 * cell, parts.dtype)
     if skips is None or lowers is None:
         raise ValueError("an image without voxels")
     return skips, lowers
+
+
+def _seen(x: Image, slabs: Iterator[Slab]) -> Iterator[tuple[Slab, Tensor]]:
+    """Slabs with what they see; of an image that is made, what the slab before saw is not made again."""
+    if isinstance(x, Tensor):
+        yield from ((slab, x[..., slab.seen]) for slab in slabs)
+        return
+    before: tuple[int, Tensor] | None = None
+    for slab in slabs:
+        if before is None:
+            part = x[..., slab.seen]
+        else:
+            made, part = before
+            shared = part[..., part.shape[3] - (made - slab.seen.start) :]
+            part = torch.cat([shared, x[..., made : slab.seen.stop]], dim=3)
+        before = slab.seen.stop, part
+        yield slab, part
 
 
 def _ascend(parts: Parts, level: int, lower: Tensor, skip: Tensor, finish: Finish) -> Tensor:
@@ -130,16 +179,16 @@ def _ascend(parts: Parts, level: int, lower: Tensor, skip: Tensor, finish: Finis
     return features
 
 
-def _kept(whole: Tensor | None, part: Tensor, slab: Slab, depth: int, shrunk: int, dtype: torch.dtype) -> Tensor:
+def put(whole: Tensor | None, part: Tensor, slab: Slab, depth: int, shrunk: int, dtype: torch.dtype) -> Tensor:
     """What a slab gives, put in its place in the whole, whose samples are ``shrunk`` times larger than the input's."""
     if whole is None:
-        whole = torch.empty((*part.shape[:3], depth // shrunk), dtype=dtype)
+        whole = torch.empty((*part.shape[:3], depth // shrunk), dtype=dtype, device=part.device)
     here, there = slab.kept_of_seen, slab.kept
     whole[..., there.start // shrunk : there.stop // shrunk] = part[..., here.start // shrunk : here.stop // shrunk]
     return whole
 
 
-def _slabs(x: Tensor, unit: int, reach: int, voxels: int) -> Iterator[Slab]:
+def _slabs(x: Image, unit: int, reach: int, voxels: int) -> Iterator[Slab]:
     """Slabs of (C, X, Y, Z) along z whose bounds are multiples of ``unit``, each seeing ``reach`` more or better."""
     _, nx, ny, depth = x.shape
     context = -(-reach // unit) * unit
@@ -149,9 +198,9 @@ def _slabs(x: Tensor, unit: int, reach: int, voxels: int) -> Iterator[Slab]:
         yield Slab(slice(start, stop), slice(max(0, start - context), min(depth, stop + context)))
 
 
-def slab_samples(layer: float) -> float:
+def slab_samples(config: UNetConfig, layer: float) -> float:
     """Voxels in work at a time, of an image with so many in a slice."""
-    return max(SLAB_VOXELS, THINNEST_SLAB * layer)
+    return max(SLAB_VOXELS, THINNEST_SLAB * _cell(config, 0) * layer)
 
 
 def _cell(config: UNetConfig, level: int) -> int:

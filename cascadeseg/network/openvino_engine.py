@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from cascadeseg.network.blocks import BottleneckBlock, ConvNorm, ResidualBlock
 from cascadeseg.network.engine import DTYPES, Precision, fast_precision, padded_to
-from cascadeseg.network.levels import Finish, in_levels, streamed_levels, unchanged
+from cascadeseg.network.levels import Finish, Image, in_levels, streamed_levels, unchanged
 from cascadeseg.network.model import Stage
 from cascadeseg.network.unet import UNet
 
@@ -71,10 +71,13 @@ class OpenVinoEngine:
         }
         self._parts = _OpenVinoParts(network, settings, self.precision)
 
-    def __call__(self, image: Tensor, finish: Finish = unchanged) -> Tensor:
+    def __call__(self, image: Image, finish: Finish = unchanged) -> Tensor:
         """Logits of an image of any size: (C, X, Y, Z) float32 to (out_channels, X, Y, Z) float32, or ``finish``ed."""
         padded, (nx, ny, nz) = padded_to(image, self.stage.unet.stride)
-        logits = in_levels(self._parts, padded, finish) if self._parts.levels else finish(self._parts.beneath(padded))
+        if self._parts.levels:
+            logits = in_levels(self._parts, padded, finish)
+        else:
+            logits = finish(self._parts.beneath(padded[..., :]))
         return logits[:, :nx, :ny, :nz]
 
 

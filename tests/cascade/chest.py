@@ -13,7 +13,7 @@ from cascadeseg.formats.scan import Scan
 from cascadeseg.geometry import Grid
 from cascadeseg.labels import LEFT_LUNG, RIGHT_LUNG
 from cascadeseg.network import Model, UNet, UNetConfig, View, stage_of
-from cascadeseg.network.levels import Finish, unchanged
+from cascadeseg.network.levels import Finish, Image, unchanged
 
 CENTRES = {RIGHT_LUNG: (62.0, 0.0, 0.0), LEFT_LUNG: (-62.0, 0.0, 6.0)}
 RADII = np.array([44.0, 60.0, 80.0])
@@ -61,8 +61,9 @@ class Thresholder:
     work_bytes: float = 60.0
     library_mb: float = 0.0
 
-    def __call__(self, image: Tensor, finish: Finish = unchanged) -> Tensor:
+    def __call__(self, image: Image, finish: Finish = unchanged) -> Tensor:
         self.shapes.append(tuple(image.shape))
+        image = image[..., :]
         lung = lung_like(image[0])
         if not self.sides:
             # Stage 2: this lung's share of the prior says which of the two it is.

@@ -10,6 +10,7 @@ from cascadeseg.errors import ScanError
 from cascadeseg.formats import read_scan, write_scan
 from cascadeseg.formats.scan import Scan
 from cascadeseg.geometry import Grid
+from cascadeseg.network import UNet, UNetConfig, View, stage_of
 from tests.cascade.chest import chest, chest_grid, dice, tiny_model
 
 
@@ -22,15 +23,18 @@ def long_scan(slices: int) -> Scan:
 def test_without_limits_most_lungs_are_refined_whole():
     plan = Segmenter(tiny_model(), device="cpu").plan(long_scan(320))
     assert plan.largest_tile > 150 * 220 * 330
-    assert "tiles" in str(plan)
+    assert "each lung as a whole" in str(plan)
 
 
 def test_a_limit_is_kept_by_tiles():
-    free = Segmenter(tiny_model(), device="cpu").plan(long_scan(320))
+    wide = UNetConfig(2, 1, widths=(48, 64, 64), block="bottleneck")
+    model = replace(tiny_model(), refiner=stage_of(View(1.0, prior=True), UNet(wide)))
+    free = Segmenter(model, device="cpu").plan(long_scan(320))
     limit_mb = free.host_mb - 5
-    limited = Segmenter(tiny_model(), device="cpu", max_memory_gb=limit_mb / 1000).plan(long_scan(320))
+    limited = Segmenter(model, device="cpu", max_memory_gb=limit_mb / 1000).plan(long_scan(320))
     assert limited.largest_tile < free.largest_tile
     assert limited.host_mb <= limit_mb
+    assert "tiles" in str(limited)
 
 
 def test_what_cannot_fit_is_refused_before_work():

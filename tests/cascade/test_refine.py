@@ -7,7 +7,7 @@ import torch
 from cascadeseg.cascade.crop import LungBox
 from cascadeseg.cascade.locate import Coarse
 from cascadeseg.cascade.merge import box_on, merge
-from cascadeseg.cascade.refine import Refined, lung_image, mirrored, refine
+from cascadeseg.cascade.refine import Refined, lung_image, lung_layers, mirrored, refine
 from cascadeseg.geometry import Box, Grid
 from cascadeseg.labels import LEFT_LUNG, LUNGS, RIGHT_LUNG
 from cascadeseg.network import View
@@ -76,6 +76,16 @@ def test_a_coarsely_seen_opinion_tells_where_the_lung_is_but_not_its_surface():
     step = [float((opinion[1:] - opinion[:-1]).abs().max()) for opinion in (sharp, vague)]
     assert step[0] > 0.9
     assert step[1] < 0.2
+
+
+@pytest.mark.parametrize("spacing", [0.0, 24.0])
+def test_an_image_made_slab_by_slab_equals_the_whole(spacing):
+    scan = chest(chest_grid((2.0, 2.0, 2.0)))
+    view = View(1.7, prior=True, prior_spacing_mm=spacing)
+    seen = scan, coarse_of(scan.grid), LEFT_LUNG, scan.grid.resampled(1.7), view
+    layers, whole = lung_layers(*seen, CPU), lung_image(*seen, CPU)
+    parts = [layers[..., start : start + 30] for start in range(0, layers.shape[3], 30)]
+    assert torch.allclose(torch.cat(parts, dim=3), whole, atol=1e-5)
 
 
 def test_merging_gives_a_contested_voxel_to_the_larger_logit_slab_by_slab(monkeypatch):

@@ -12,6 +12,7 @@ from cascadeseg.errors import DeviceError
 from cascadeseg.network import Engine, UNet, UNetConfig, View, bounded, stage_of
 from cascadeseg.network.bounded import BoundedEngine, open_engine
 from cascadeseg.network.engine import padded_to
+from cascadeseg.network.levels import Layers
 
 CPU = torch.device("cpu")
 SMALL = UNetConfig(2, 1, widths=(4, 8, 16), block="bottleneck")
@@ -46,6 +47,7 @@ def test_tiles_equal_the_whole():
     engine.largest_tile = 20 * 17 * (2 * SMALL.context + 24)
     assert engine.tile_length(image.shape) == 24
     assert torch.allclose(engine(image), whole, atol=1e-5)
+    assert torch.equal(engine(Layers((2, 20, 17, 190), lambda z: image[..., z])), engine(image))
 
 
 @pytest.mark.parametrize("kind", ["torch", pytest.param("openvino", marks=needs_openvino)])
@@ -60,6 +62,8 @@ def test_levels_in_slabs_equal_the_whole(monkeypatch, kind, config):
         whole = network(padded_to(image, config.stride)[0][None])[0, :, :17, :20, :90]
     assert torch.allclose(engine(image), whole, atol=1e-4)
     assert torch.allclose(engine(image, torch.sigmoid), whole.sigmoid(), atol=1e-4)
+    made = Layers((2, 17, 20, 90), lambda z: image[..., z])
+    assert torch.equal(engine(made), engine(image))
 
 
 class Starved:

@@ -90,7 +90,11 @@ def test_drawn_sizes_and_blood_are_human() -> None:
     # Tracheal diameters of adults 10-27 mm (Breatnach 1984, AJR 142:903); as always, a little more spread than found.
     trachea = np.array([2 * p.chest.trachea * p.torso.size for p in grown])
     assert 9 < trachea.min() < 13 < np.median(trachea) < 21 < trachea.max() < 29
-    # Trunk with its muscle and fat at the height of the chest: broad bounds of slim to obese adults, of no one source.
+    # Transverse diameter inside the ribs: means by sex and age of 251-296 mm (Obikili 2006, West Afr J Med 25:186).
+    thorax = np.array([2 * p.torso.size * p.torso.half_width for p in grown])
+    assert 251 < thorax.mean() < 296
+    assert 190 < thorax.min() < thorax.max() < 370
+    # With its muscle and fat: broad bounds of slim to obese adults, of no one source.
     width = np.array([2 * p.torso.size * (p.torso.half_width + p.torso.muscle + 0.7 * p.torso.fat) for p in grown])
     assert 230 < width.min() < 300 < np.median(width) < 360 < width.max() < 480
     # Blood without contrast medium 30-55 HU, an aorta with it mostly 100-450 (textbook).
