@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
+import sys
 from collections.abc import Iterator, Sequence
+from math import prod
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +30,7 @@ def merge(lungs: Sequence[Refined], grid: Grid) -> Labels:
     Returns:
         (X, Y, Z) uint8 label values, in the scan's axis order.
     """
-    labels = np.zeros(grid.shape, dtype=np.uint8, order="F")
+    labels = _no_labels(grid)
     view, canonical = canonical_view(labels, grid), grid.canonical()
     boxes = [box_on(refined, canonical) for refined in lungs]
     for slab in _slabs(boxes):
@@ -41,6 +44,14 @@ def merge(lungs: Sequence[Refined], grid: Grid) -> Labels:
             np.copyto(target[here.slices], refined.lung.label.value, where=logits > best[here.slices])
             np.maximum(best[here.slices], logits, out=best[here.slices])
     return labels
+
+
+def _no_labels(grid: Grid) -> Labels:
+    """Zeros, of which only pages that are written take memory: NumPy's own come in pages that hold whole slices."""
+    if sys.platform == "win32":
+        return np.zeros(grid.shape, dtype=np.uint8, order="F")
+    buffer = mmap.mmap(-1, prod(grid.shape), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return np.frombuffer(buffer, dtype=np.uint8).reshape(grid.shape, order="F")
 
 
 def box_on(refined: Refined, canonical: Grid) -> Box:

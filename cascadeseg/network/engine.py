@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cascadeseg.errors import DeviceError
-from cascadeseg.network.levels import Finish, Image, Layers, Slab, in_levels, put, streamed_levels, unchanged
+from cascadeseg.network.levels import Finish, Image, Layers, Slab, put, streamed_levels, unchanged
 from cascadeseg.network.model import Stage
-from cascadeseg.network.unet import UNet
+from cascadeseg.network.streams import in_streams
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -68,7 +68,7 @@ def _cpu_multiplies_bfloat16() -> bool:
 class Engine:
     """A stage's network, ready to run on a device."""
 
-    work_bytes = 60.0
+    work_bytes = 35.0
     library_mb = 0.0
 
     def __init__(self, stage: Stage, device: torch.device, precision: Precision = "auto") -> None:
@@ -93,33 +93,11 @@ class Engine:
         """
         padded, (nx, ny, nz) = padded_to(image, self.stage.unet.stride)
         if self.device.type == "cpu" and streamed_levels(self.stage.unet):
-            logits = in_levels(_TorchParts(self._network, self._dtype), padded, finish)
+            logits = in_streams(self._network, padded, finish, self._dtype)
         else:
             batch = padded[..., :][None].to(self.device, self._dtype).contiguous(memory_format=torch.channels_last_3d)
             logits = finish(self._network(batch)[0].float())
         return logits[:, :nx, :ny, :nz]
-
-
-class _TorchParts:
-    """A torch network cut below its finest levels (`levels.Parts`)."""
-
-    def __init__(self, network: UNet, dtype: torch.dtype) -> None:
-        self.network, self.config, self.dtype = network, network.config, dtype
-
-    def descend(self, level: int, x: Tensor) -> tuple[Tensor, Tensor]:
-        batch = self._batch(x)
-        skip, lower = self.network.descend(level, self.network.stemmed(batch) if level == 0 else batch)
-        return skip[0], lower[0]
-
-    def beneath(self, x: Tensor) -> Tensor:
-        return self.network.beneath(streamed_levels(self.config), self._batch(x))[0]
-
-    def ascend(self, level: int, lower: Tensor, skip: Tensor) -> Tensor:
-        x = self.network.ascend(level, self._batch(lower), self._batch(skip))
-        return self.network.headed(x)[0].float() if level == 0 else x[0]
-
-    def _batch(self, x: Tensor) -> Tensor:
-        return x[None].to(self.dtype).contiguous(memory_format=torch.channels_last_3d)
 
 
 def padded_to(image: Image, stride: int) -> tuple[Image, tuple[int, int, int]]:

@@ -18,11 +18,11 @@ from torch import Tensor
 from cascadeseg.memory import give_back_freed_memory
 from cascadeseg.network.unet import UNetConfig
 
-SLAB_VOXELS = 600_000
+SLAB_VOXELS = 1_000_000
 """Voxels of the image that are in work at any one time, about."""
 NARROWER = 16
 """Samples of a coarser level hold more: 8 of the finer level's, and twice their channels."""
-THINNEST_SLAB = 12
+THINNEST_SLAB = 16
 """Samples along z; of thinner slabs most would be neighbours'."""
 STREAMED_LEVELS = 2
 
@@ -133,7 +133,7 @@ def in_levels(parts: Parts, image: Image, finish: Finish, level: int = 0) -> Ten
 
 
 def _descend(parts: Parts, level: int, x: Image) -> tuple[Tensor, Tensor]:
-    cell, convolutions = _cell(parts.config, level), _convolutions(parts.config) + (level == 0)
+    cell, convolutions = cell_of(parts.config, level), convolutions_of(parts.config) + (level == 0)
     skips: Tensor | None = None
     lowers: Tensor | None = None
     for slab, part in _seen(x, _slabs(x, 2 * cell, cell * convolutions, SLAB_VOXELS // NARROWER**level)):
@@ -164,9 +164,9 @@ def _seen(x: Image, slabs: Iterator[Slab]) -> Iterator[tuple[Slab, Tensor]]:
 
 
 def _ascend(parts: Parts, level: int, lower: Tensor, skip: Tensor, finish: Finish) -> Tensor:
-    cell = _cell(parts.config, level)
+    cell = cell_of(parts.config, level)
     features: Tensor | None = None
-    for slab in _slabs(skip, 2, _convolutions(parts.config), SLAB_VOXELS // NARROWER**level // cell**3):
+    for slab in _slabs(skip, 2, convolutions_of(parts.config), SLAB_VOXELS // NARROWER**level // cell**3):
         half = slice(slab.seen.start // 2, slab.seen.stop // 2)
         part = parts.ascend(level, lower[..., half], skip[..., slab.seen])
         kept = slice(slab.kept_of_seen.start * cell, slab.kept_of_seen.stop * cell)
@@ -200,14 +200,14 @@ def _slabs(x: Image, unit: int, reach: int, voxels: int) -> Iterator[Slab]:
 
 def slab_samples(config: UNetConfig, layer: float) -> float:
     """Voxels in work at a time, of an image with so many in a slice."""
-    return max(SLAB_VOXELS, THINNEST_SLAB * _cell(config, 0) * layer)
+    return max(SLAB_VOXELS, THINNEST_SLAB * cell_of(config, 0) * layer)
 
 
-def _cell(config: UNetConfig, level: int) -> int:
+def cell_of(config: UNetConfig, level: int) -> int:
     """Input samples of a level's own samples, along each axis."""
     return 2 if level == 0 and config.stem == "space_to_depth" else 1
 
 
-def _convolutions(config: UNetConfig) -> int:
+def convolutions_of(config: UNetConfig) -> int:
     """3x3x3 convolutions of a level, one after the other."""
     return config.blocks * (2 if config.block == "residual" else 1)

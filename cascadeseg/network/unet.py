@@ -137,8 +137,12 @@ class UNet(nn.Module):
 
     def ascend(self, level: int, lower: Tensor, skip: Tensor) -> Tensor:
         """A level on the way up, from the features of the next coarser one."""
-        x = self.activation(F.interpolate(self.up[level](lower), scale_factor=2.0) + skip)
-        return self._through(self.decoder[level], x)
+        return self._through(self.decoder[level], self.joined(level, lower, skip))
+
+    def joined(self, level: int, lower: Tensor, skip: Tensor) -> Tensor:
+        """A level's input on the way up."""
+        x: Tensor = self.activation(F.interpolate(self.up[level](lower), scale_factor=2.0) + skip)
+        return x
 
     def headed(self, x: Tensor) -> Tensor:
         """Logits from the finest level's features."""

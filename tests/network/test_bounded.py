@@ -51,10 +51,15 @@ def test_tiles_equal_the_whole():
 
 
 @pytest.mark.parametrize("kind", ["torch", pytest.param("openvino", marks=needs_openvino)])
-@pytest.mark.parametrize("config", [SMALL, replace(SMALL, block="residual"), replace(SMALL, stem="convolution")])
-def test_levels_in_slabs_equal_the_whole(monkeypatch, kind, config):
+@pytest.mark.parametrize(
+    "config",
+    [SMALL, replace(SMALL, blocks=3), replace(SMALL, block="residual", blocks=2), replace(SMALL, stem="convolution")],
+)
+def test_levels_in_slabs_or_streams_equal_the_whole(monkeypatch, kind, config):
     monkeypatch.setattr("cascadeseg.network.levels.SLAB_VOXELS", 1)
     monkeypatch.setattr("cascadeseg.network.levels.THINNEST_SLAB", 8)
+    monkeypatch.setattr("cascadeseg.network.streams.PIECE_VOXELS", 1)
+    monkeypatch.setattr("cascadeseg.network.streams.THINNEST_PIECE", 1)
     image = torch.randn(2, 17, 20, 90)
     engine = open_engine(stage(config), CPU, "fp32", kind)
     network = engine.stage.network().eval()

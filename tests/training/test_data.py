@@ -226,7 +226,7 @@ def test_a_crop_of_stage_2_is_what_the_refiner_sees(folder, tmp_path, monkeypatc
     stage = segmenter.refiner.stage
     call = Thresholder.__call__
     monkeypatch.setattr(
-        Thresholder, "__call__", lambda self, x, *more: images.append(x.clone()) or call(self, x, *more)
+        Thresholder, "__call__", lambda self, x, *more: images.append(x[..., :].clone()) or call(self, x, *more)
     )
     config = with_data(stage2(folder, Path("none")), boxes="predicted", box_jitter_mm=0.0)
     config = replace(config, view=stage.view, unet=stage.unet)

@@ -1,0 +1,166 @@
+"""A torch UNet's finest levels as streams along z: nothing is computed twice, and only their skips stay in memory.
+
+The finest levels hold most of a forward pass's memory. Here they work on a few slices at a time, one piece after the
+other: each 3x3x3 convolution remembers the last two slices that it saw, so that the pieces together equal the whole.
+Slabs that overlap (`levels`, for engines whose graphs cannot remember) compute up to half of these levels twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cascadeseg.memory import give_back_freed_memory
+from cascadeseg.network.blocks import BottleneckBlock, ConvNorm, ResidualBlock, space_to_depth
+from cascadeseg.network.levels import NARROWER, Finish, Image, cell_of, convolutions_of, streamed_levels
+from cascadeseg.network.unet import UNet
+
+PIECE_VOXELS = 500_000
+"""Voxels of the image that are in work at any one time, about: fewer take less memory and more time."""
+THINNEST_PIECE = 8
+"""Samples along z; of thinner pieces too much would be remembered slices."""
+
+
+def in_streams(network: UNet, image: Image, finish: Finish, dtype: torch.dtype, level: int = 0) -> Tensor:
+    """Runs a network over an image, its finest levels as streams.
+
+    Args:
+        network: folded, in ``dtype``.
+        image: (C, X, Y, Z), every axis a multiple of the network's stride; of other levels their input.
+        finish: done to each piece of logits, (K, X, Y, z) to (any, X, Y, z).
+        dtype: what the network computes in.
+        level: where to start.
+
+    Returns:
+        (any, X, Y, Z): what ``finish`` makes of the logits; of other levels their features.
+    """
+    if level == streamed_levels(network.config):
+        return network.beneath(level, _batch(image[..., :], dtype))[0]
+    skip, lower = _descended(network, level, image, dtype)
+    del image
+    give_back_freed_memory()
+    lower = in_streams(network, lower, finish, dtype, level + 1)
+    give_back_freed_memory()
+    return _ascended(network, level, lower, skip, finish, dtype)
+
+
+def _descended(network: UNet, level: int, x: Image, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A level's skip, and the input of the next one."""
+    cell = cell_of(network.config, level)
+    stem = _Convolution(network.stem) if level == 0 else None
+    blocks = [_Block(block) for block in network.encoder[level].children()]
+    pairs = _Pairs()
+    skip, lower = _Whole(x.shape[3] // cell), _Whole(x.shape[3] // cell // 2)
+    for z, last in _pieces(x, network, level, cell):
+        piece = _batch(x[..., z], dtype)
+        if stem:
+            piece = F.relu_(stem(space_to_depth(piece) if cell == 2 else piece, last))
+        for block in blocks:
+            piece = block(piece, last)
+        skip.add(piece[0])
+        lower.add(network.activation(network.down[level](pairs(piece)))[0])
+    return skip.tensor, lower.tensor
+
+
+def _ascended(network: UNet, level: int, lower: Tensor, skip: Tensor, finish: Finish, dtype: torch.dtype) -> Tensor:
+    """A level's features on the way up; of level 0 what ``finish`` makes of the logits."""
+    blocks = [_Block(block) for block in network.decoder[level].children()]
+    whole = _Whole(skip.shape[3] * cell_of(network.config, level))
+    for z, last in _pieces(skip, network, level, 1):
+        half = slice(z.start // 2, z.stop // 2)
+        piece = network.joined(level, _batch(lower[..., half], dtype), _batch(skip[..., z], dtype))
+        for block in blocks:
+            piece = block(piece, last)
+        whole.add(finish(network.headed(piece)[0].float()) if level == 0 else piece[0])
+    return whole.tensor
+
+
+def _pieces(x: Image, network: UNet, level: int, cell: int) -> Iterator[tuple[slice, bool]]:
+    """Ranges of slices of a level's input, ``cell`` of them to a sample; and whether it is the last.
+
+    The first is thick enough for all convolutions to give something.
+    """
+    _, nx, ny, depth = x.shape
+    samples = PIECE_VOXELS // NARROWER**level // cell_of(network.config, level) ** 3 // (nx * ny // cell**2)
+    lag = convolutions_of(network.config) + (level == 0)
+    length = cell * 2 * -(-max(THINNEST_PIECE, lag + 2, samples) // 2)
+    for start in range(0, depth, length):
+        yield slice(start, min(start + length, depth)), start + length >= depth
+
+
+def _batch(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x[None].to(dtype).contiguous(memory_format=torch.channels_last_3d)
+
+
+class _Convolution:
+    """A folded 3x3x3 convolution; what it gives lags a slice behind what it gets."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        if not isinstance(layer, ConvNorm):
+            raise TypeError(f"no stream of {type(layer).__name__}")
+        self.convolution = layer.convolution
+        self.seen: Tensor | None = None
+
+    def __call__(self, x: Tensor, last: bool) -> Tensor:
+        edge = torch.zeros_like(x[..., :1])
+        x = torch.cat([edge if self.seen is None else self.seen, x, *([edge] if last else [])], dim=4)
+        self.seen = x[..., -2:].clone()
+        return F.conv3d(x, self.convolution.weight, self.convolution.bias, padding=(1, 1, 0))
+
+
+class _Block:
+    """A block of either kind; its input waits until the convolutions have caught up with it."""
+
+    def __init__(self, block: nn.Module) -> None:
+        if not isinstance(block, ResidualBlock | BottleneckBlock):
+            raise TypeError(f"no stream of {type(block).__name__}")
+        self.block = block
+        wide = [block.first, block.second] if isinstance(block, ResidualBlock) else [block.middle]
+        self.convolutions = [_Convolution(layer) for layer in wide]
+        self.waiting: Tensor | None = None
+
+    def __call__(self, x: Tensor, last: bool) -> Tensor:
+        if isinstance(self.block, ResidualBlock):
+            first, second = self.convolutions
+            y = second(F.relu_(first(x, last)), last)
+        else:
+            middle = self.convolutions[0](F.relu_(self.block.reduce(x)), last)
+            y = self.block.expand(F.relu_(middle))
+        late = 0
+        if self.waiting is not None:
+            late = self.waiting.shape[4]
+            y[..., :late] += self.waiting
+        y[..., late:] += x[..., : y.shape[4] - late]
+        self.waiting = x[..., y.shape[4] - late :].clone()
+        return F.relu_(y)
+
+
+class _Pairs:
+    """Slices two by two, as a convolution of stride 2 takes them; an odd one waits."""
+
+    def __init__(self) -> None:
+        self.waiting: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.waiting is not None:
+            x = torch.cat([self.waiting, x], dim=4)
+        even = x.shape[4] // 2 * 2
+        self.waiting = x[..., even:].clone()
+        return x[..., :even]
+
+
+class _Whole:
+    """What a stream gives, put together."""
+
+    def __init__(self, depth: int) -> None:
+        self.depth, self.filled = depth, 0
+
+    def add(self, piece: Tensor) -> None:
+        """The next slices, (C, X, Y, z)."""
+        if not self.filled:
+            self.tensor = torch.empty((*piece.shape[:3], self.depth), dtype=piece.dtype)
+        self.tensor[..., self.filled : self.filled + piece.shape[3]] = piece
+        self.filled += piece.shape[3]
