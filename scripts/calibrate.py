@@ -26,6 +26,7 @@ from phantoms import dice, made, rendered
 from cascadeseg import Segmenter
 from cascadeseg.atomic import replace_text
 from cascadeseg.cascade.confidence import NOTE, Calibration, Signs, features, judged
+from cascadeseg.errors import ScanError
 from cascadeseg.formats import Scan
 from cascadeseg.geometry import Box, Grid
 from cascadeseg.network import load_model, shipped_model
@@ -167,7 +168,10 @@ def stressed(seed: int) -> tuple[str, Scan, np.ndarray[Any, Any]]:
 def judged_scan(segmenter: Segmenter, seed: int) -> dict[str, Any]:
     """One scan, segmented: each lung's Dice, and what the cascade itself says of it."""
     kind, scan, labels = stressed(seed)
-    result = segmenter.segment(scan)
+    try:
+        result = segmenter.segment(scan)
+    except ScanError as error:  # nothing to judge
+        return {"seed": seed, "kind": kind, "lungs": [], "refused": str(error)}
     lungs = [
         {
             "side": lung.label.side,

@@ -183,7 +183,7 @@ def signs_of(scan: Scan, labels: Values, lung: Refined, coarse: Coarse, swapped:
     around = hu[_around(mask) & (final == 0)]
     return Signs(
         disagreement=1 - _dice(mask, located),
-        doubt=1 - _expected_dice(mask, 1 / (1 + np.exp(-logits))),
+        doubt=1 - _expected_dice(mask, 1 / (1 + np.exp(-logits.clip(-50, 50)))),
         coarse_doubt=1 - _expected_dice(located, mine),
         border=border,
         dense=float(np.mean(hu[mask] > DENSE_HU)),

@@ -23,12 +23,12 @@ from cascadeseg.cascade.confidence import (
     signs_of,
     swapped_shares,
 )
-from cascadeseg.cascade.crop import crop_lungs, settle_sides
+from cascadeseg.cascade.crop import LungBox, crop_lungs, settle_sides
 from cascadeseg.cascade.locate import Coarse, locate
 from cascadeseg.cascade.merge import Labels, box_on, merge
 from cascadeseg.cascade.plan import Plan, plan
 from cascadeseg.cascade.refine import Refined, refine
-from cascadeseg.errors import ModelError
+from cascadeseg.errors import ModelError, ScanError
 from cascadeseg.formats import read_scan, scan_of
 from cascadeseg.formats.scan import Before, Scan
 from cascadeseg.geometry import Box, canonical_view
@@ -40,6 +40,8 @@ from cascadeseg.network.model import Model, load_model
 
 Progress = Callable[[str, float], None]
 Verdict = Literal["ok", "review"]
+LARGEST_LUNG_LITRES = 10.0
+"""No lung has half as much."""
 FACES = (("left", "right"), ("posterior", "anterior"), ("inferior", "superior"))
 """The patient's sides at the near and the far end of each canonical axis."""
 
@@ -175,7 +177,7 @@ class Segmenter:
             progress: called with the step's name and the share of work done, 0 to 1.
 
         Raises:
-            ScanError: it is no 3D CT volume, or needs more memory than it may take.
+            ScanError: it is no 3D CT volume, needs more memory than it may take, or has a lung larger than any.
         """
         clock = _Clock(progress or (lambda step, done: None))
         with clock.step("read", 0.0):
@@ -205,6 +207,7 @@ class Segmenter:
             swapped = swapped_shares(said, coarse)
             del said
             boxes = crop_lungs(coarse)
+            _refuse_giants(scan, boxes, coarse)
         with clock.step("refine", 0.4):
             lungs = [refine(canonical, box, coarse, self.refiner) for box in boxes]
         with clock.step("merge", 0.8):
@@ -218,6 +221,17 @@ class Segmenter:
         notes = (*self.locator.notes, *self.refiner.notes)
         self.locator.notes, self.refiner.notes = [], []
         return notes
+
+
+def _refuse_giants(scan: Scan, boxes: list[LungBox], coarse: Coarse) -> None:
+    """Raises ScanError for lungs larger than any: stage 2 would take minutes and gigabytes over a wrong spacing."""
+    for lung in boxes:
+        inside = coarse.lungs[LUNGS.index(lung.label)][lung.box.slices] > 0.5
+        litres = float(inside.sum()) * coarse.grid.voxel_volume_ml / 1000
+        if litres > LARGEST_LUNG_LITRES:
+            found = f"a {lung.label.title} of {litres:,.0f} litres"
+            expected = f"{LARGEST_LUNG_LITRES:g} litres at most"
+            raise ScanError(scan.source, found, expected, "correct the spacing in its header")
 
 
 @dataclass(frozen=True)

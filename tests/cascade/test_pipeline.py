@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from cascadeseg.cascade.pipeline import Segmenter
-from cascadeseg.errors import ModelError
+from cascadeseg.errors import ModelError, ScanError
 from cascadeseg.geometry import Box, Grid, canonical_view
 from cascadeseg.labels import LUNGS
 from tests.cascade.chest import (
@@ -114,6 +114,17 @@ def test_an_untrained_model_runs_end_to_end():
     result = Segmenter(tiny_model(), device="cpu").segment(scan)
     assert result.labels.shape == scan.grid.shape
     assert result.labels.dtype == np.uint8
+
+
+def test_a_lung_larger_than_any_is_refused():
+    scan = chest(chest_grid((5.0, 5.0, 5.0)))
+    giant = replace(scan, grid=Grid.axis_aligned(scan.grid.shape, (20.0, 20.0, 20.0)), source="giant.nii.gz")
+    segmenter = thresholding_segmenter()
+    with pytest.raises(
+        ScanError, match=r"giant.nii.gz: a right lung of \d+ litres; expected 10 litres at most; correct"
+    ):
+        segmenter.segment(giant)
+    assert segmenter.refiner.shapes == []
 
 
 def test_an_array_with_its_affine_is_a_scan():
