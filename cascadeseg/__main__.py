@@ -1,6 +1,6 @@
 """``python -m cascadeseg``."""
 
-from cascadeseg.cli import main
+from cascadeseg.cli import program
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    program()

@@ -153,6 +153,12 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
 # ------------------------------------------------------------------------------------------------ the frozen part
 
 
+def test_infer_which_ends_at_once_says_all_it_has_to_say(tmp_path):
+    ended = python("-m", "cascadeseg", "infer", str(tmp_path / "nothing.nii.gz"))
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == f"cascadeseg: {tmp_path}/nothing.nii.gz: no such file or folder\n"
+
+
 def test_the_command_line_is_frozen() -> None:
     (commands,) = (a for a in cli._parser()._actions if isinstance(a, argparse._SubParsersAction))
     found = {
