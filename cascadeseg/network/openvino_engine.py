@@ -55,7 +55,7 @@ class OpenVinoEngine:
     """A stage's network on a processor; same use and same results as `engine.Engine`, to its precision."""
 
     work_bytes = 115.0
-    library_mb = 75.0
+    library_mb = 220.0
 
     def __init__(self, stage: Stage, precision: Precision = "auto") -> None:
         self.stage = stage
