@@ -41,7 +41,7 @@ from cascadeseg.network.model import Model, load_model
 Progress = Callable[[str, float], None]
 Verdict = Literal["ok", "review"]
 LARGEST_LUNG_LITRES = 10.0
-"""No lung has half as much."""
+"""No lung comes near it."""
 FACES = (("left", "right"), ("posterior", "anterior"), ("inferior", "superior"))
 """The patient's sides at the near and the far end of each canonical axis."""
 

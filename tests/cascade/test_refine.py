@@ -86,6 +86,7 @@ def test_an_image_made_slab_by_slab_equals_the_whole(spacing):
     layers, whole = lung_layers(*seen, CPU), lung_image(*seen, CPU)
     parts = [layers[..., start : start + 30] for start in range(0, layers.shape[3], 30)]
     assert torch.allclose(torch.cat(parts, dim=3), whole, atol=1e-5)
+    assert layers[..., 30:30].shape == (*whole.shape[:3], 0)  # a piece may lie in the padding alone
 
 
 def test_merging_gives_a_contested_voxel_to_the_larger_logit_slab_by_slab(monkeypatch):
