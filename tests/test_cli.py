@@ -75,6 +75,7 @@ class ThresholdSegmenter:
             LungResult(
                 label=label,
                 volume_ml=float((labels == label.value).sum()) * scan.grid.voxel_volume_ml,
+                height_mm=100.0,
                 mean_hu=-800.04 if (labels == label.value).any() else None,
                 touches=("superior",) if label.side == "left" else (),
                 regrown=0,
@@ -276,6 +277,7 @@ def test_the_report_has_everything(tmp_path: Path) -> None:
         "side": "right",
         "snomed_ct": "3341006",
         "volume_ml": 12.8,
+        "height_mm": 100.0,
         "mean_hu": -800.0,
         "complete": True,
         "touches": [],

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from cascadeseg.cascade.crop import LungBox
-from cascadeseg.cascade.locate import LAYERS, Coarse
+from cascadeseg.cascade.locate import Coarse
 from cascadeseg.cascade.merge import box_on
 from cascadeseg.cascade.refine import Refined
 from cascadeseg.formats.scan import Scan
@@ -30,7 +30,6 @@ from cascadeseg.network.model import Model
 LATTICE_POINTS = 400_000
 NOTE = "confidence"
 """The key of the calibration in a model's notes."""
-DENSE_HU = -300.0
 AERATED_HU = (-950.0, -550.0)
 MEAN_HU = (-930.0, 0.0)
 """Of a plausible lung: from severe emphysema to one without air."""
@@ -38,7 +37,12 @@ TISSUE_HU = (-120.0, 250.0)
 """Of what plausibly surrounds a lung, in the middle: from fat to muscle beside bone and contrast medium."""
 VOLUME_ML = (80.0, 4500.0)
 """Of a plausible lung, from a toddler's that lies wholly in the scan to a giant's."""
-SURE_LOGIT = 2.0
+FILLED = 0.45
+"""Of the box around it, what a whole lung fills at least."""
+STEP_MM = 4.0
+"""Over which a cross-section is compared with the next."""
+TALLER = 1.05
+"""How many times as tall as a lung the other one may be."""
 ROOM_MM = 60.0
 """A lung is missed where the scan goes on for this long beyond the other one."""
 
@@ -54,47 +58,45 @@ class Signs:
         disagreement: 1 - Dice of the mask and stage 1's.
         doubt: 1 - the Dice that stage 2's own probabilities let one expect.
         coarse_doubt: the same of stage 1.
+        others: share of the mask that stage 1's probabilities give to the other lung.
         border: share of the mask's surface that lies on faces of the scan or of the crop.
-        dense: share of the mask above -300 HU.
+        sparse: how much less of the box around it the mask fills than a whole lung does.
+        abrupt: largest change of its cross-section within 4 mm, as a share of the largest cross-section; the mean of
+            what is seen along the dorso-ventral and along the cranio-caudal axis.
         missed: aerated tissue in the box that is in neither lung, as a share of the mask, at most 1.
-        open: share of what surrounds the mask that is as light as lung.
-        discarded: share of what stage 2 was sure of that is not in the mask: stray parts, or the other lung's.
-        swapped: share of stage 1's voxels whose side geometry changed.
         odd_hu: how far the mean lies outside what lungs have, in units of 100 HU.
         odd_tissue: how far the median around the mask lies outside what tissue has, in units of 100 HU.
         odd_volume: logarithm of the factor by which the volume lies outside what lungs have.
-        imbalance: logarithm of the ratio of both lungs' volumes, at most 2; 0 for a single lung.
+        shorter: logarithm of how many times as tall the other lung is, beyond what is usual; 0 for a single lung.
     """
 
     disagreement: float
     doubt: float
     coarse_doubt: float
+    others: float
     border: float
-    dense: float
+    sparse: float
+    abrupt: float
     missed: float
-    open: float
-    discarded: float
-    swapped: float
     odd_hu: float
     odd_tissue: float
     odd_volume: float
-    imbalance: float = 0.0
+    shorter: float = 0.0
 
 
 NOTABLE: Mapping[str, tuple[float, str]] = {
-    "disagreement": (0.15, "the two stages disagree about it"),
+    "disagreement": (0.2, "the two stages disagree about it"),
     "doubt": (0.06, "stage 2 is unsure about it"),
-    "coarse_doubt": (0.2, "stage 1 is unsure about it"),
+    "coarse_doubt": (0.15, "stage 1 is unsure about it"),
+    "others": (0.02, "right and left were not clear"),
     "border": (0.25, "much of its surface is cut by the border of the scan"),
-    "dense": (0.4, "much of it is as dense as soft tissue"),
-    "missed": (0.25, "there is aerated tissue near it that is in neither lung"),
-    "open": (0.2, "what surrounds it is as light as lung"),
-    "discarded": (0.05, "parts of it were discarded"),
-    "swapped": (0.1, "right and left were not clear"),
+    "sparse": (0.22, "it has not the shape of a whole lung"),
+    "abrupt": (0.6, "it ends abruptly"),
+    "missed": (0.5, "there is aerated tissue near it that is in neither lung"),
     "odd_hu": (0.3, "its mean HU is not that of a lung"),
     "odd_tissue": (0.3, "what surrounds it has not the HU of a body"),
     "odd_volume": (0.1, "its volume is not that of a lung"),
-    "imbalance": (1.5, "its volume is very unlike the other lung's"),
+    "shorter": (0.2, "it is much shorter than the other lung"),
 }
 """By sign: from where on it is worth telling, and the words for it."""
 
@@ -156,7 +158,7 @@ def judged(signs: Signs, calibration: Calibration | None) -> tuple[float | None,
     return quality, tuple(notable) or (NOTABLE[takes_most][1],)
 
 
-def signs_of(scan: Scan, labels: Values, lung: Refined, coarse: Coarse, swapped: float) -> Signs | None:
+def signs_of(scan: Scan, labels: Values, lung: Refined, coarse: Coarse) -> Signs | None:
     """Looks for trouble in one lung's mask; None where the mask is empty.
 
     Args:
@@ -164,7 +166,6 @@ def signs_of(scan: Scan, labels: Values, lung: Refined, coarse: Coarse, swapped:
         labels: (X, Y, Z) the canonical view of the final label map.
         lung: what stage 2 made of it.
         coarse: stage 1's opinion, its sides settled.
-        swapped: as `swapped_shares` has it.
     """
     lattice = lattice_of(lung.lung)
     final = _sampled(labels, scan.grid, lattice, 0)
@@ -185,39 +186,22 @@ def signs_of(scan: Scan, labels: Values, lung: Refined, coarse: Coarse, swapped:
         disagreement=1 - _dice(mask, located),
         doubt=1 - _expected_dice(mask, 1 / (1 + np.exp(-logits.clip(-50, 50)))),
         coarse_doubt=1 - _expected_dice(located, mine),
+        others=float(other[mask].mean()),
         border=border,
-        dense=float(np.mean(hu[mask] > DENSE_HU)),
+        sparse=_sparse(mask),
+        abrupt=_abrupt(mask, lattice.spacing_mm),
         missed=_missed(hu, final, mask),
-        open=float(np.mean(around < AERATED_HU[1])) if len(around) else 0.0,
-        discarded=_share(logits > SURE_LOGIT, ~mask),
-        swapped=swapped,
         odd_hu=_outside(float(hu[mask].mean()), *MEAN_HU) / 100,
         odd_tissue=_outside(float(np.median(around)), *TISSUE_HU) / 100 if len(around) else 0.0,
         odd_volume=_odd_volume(volume_ml, cut=border > 0),
     )
 
 
-def compared(signs: Signs, volume_ml: float, other_ml: float) -> Signs:
-    """The signs with how unlike the volumes of both lungs are."""
-    if min(volume_ml, other_ml) <= 0:
+def compared(signs: Signs, height_mm: float, other_mm: float) -> Signs:
+    """The signs with how much shorter the mask is than that of the other lung; 0 for one that is not there."""
+    if min(height_mm, other_mm) <= 0:
         return signs
-    return replace(signs, imbalance=min(abs(math.log(volume_ml / other_ml)), 2.0))
-
-
-def swapped_shares(said: Coarse, settled: Coarse) -> tuple[float, float]:
-    """The share of the right and of the left lung that stage 1 had called by the other name."""
-    moved, held = np.zeros(2), np.zeros(2)
-    step = 2 if min(said.grid.shape) > 64 else 1
-    for start in range(0, said.grid.shape[2], LAYERS):
-        some = (slice(None), slice(None, None, step), slice(None, None, step), slice(start, start + LAYERS, step))
-        before, after = said.lungs[some], settled.lungs[some]
-        found = after.sum(dim=0) > 0.5
-        was_right, is_right = before[0] >= before[1], after[0] >= after[1]
-        for side, here in enumerate((found & is_right, found & ~is_right)):
-            held[side] += int(here.sum())
-            moved[side] += int((here & (was_right != is_right)).sum())
-    right, left = (float(share) for share in moved / np.maximum(held, 1))
-    return right, left
+    return replace(signs, shorter=max(0.0, math.log(other_mm / (TALLER * height_mm))))
 
 
 def missing_reason(label: Label, other: Refined | None, scan_grid: Grid) -> tuple[str, ...]:
@@ -279,8 +263,24 @@ def _expected_dice(mask: Mask, probability: Values) -> float:
     return 2 * float(probability[mask].sum()) / max(1.0, _count(mask) + float(probability.sum()))
 
 
-def _share(of: Mask, what: Mask) -> float:
-    return _count(of & what) / max(1, _count(of))
+def _sparse(mask: Mask) -> float:
+    spanned = [np.flatnonzero(_section(mask, axis)) for axis in range(3)]
+    return max(0.0, FILLED - _count(mask) / math.prod(int(rows[-1] - rows[0]) + 1 for rows in spanned))
+
+
+def _abrupt(mask: Mask, spacing_mm: Sequence[float]) -> float:
+    changes = []
+    for axis in (1, 2):
+        apart = max(1, round(STEP_MM / spacing_mm[axis]))
+        section = np.pad(_section(mask, axis), apart)
+        changes.append(float(np.abs(section[apart:] - section[:-apart]).max() / section.max()))
+    return sum(changes) / len(changes)
+
+
+def _section(mask: Mask, axis: int) -> npt.NDArray[np.int64]:
+    """Voxels of the mask in each slice across an axis."""
+    counts: npt.NDArray[np.int64] = mask.sum(axis=tuple(a for a in range(3) if a != axis), dtype=np.int64)
+    return counts
 
 
 def _missed(hu: Values, final: Values, mask: Mask) -> float:

@@ -21,7 +21,6 @@ from cascadeseg.cascade.confidence import (
     judged,
     missing_reason,
     signs_of,
-    swapped_shares,
 )
 from cascadeseg.cascade.crop import LungBox, crop_lungs, settle_sides
 from cascadeseg.cascade.locate import Coarse, locate
@@ -31,7 +30,7 @@ from cascadeseg.cascade.refine import Refined, refine
 from cascadeseg.errors import ModelError, ScanError
 from cascadeseg.formats import read_scan, scan_of
 from cascadeseg.formats.scan import Before, Scan
-from cascadeseg.geometry import Box, canonical_view
+from cascadeseg.geometry import Box, Grid, canonical_view
 from cascadeseg.labels import LUNGS, Label
 from cascadeseg.memory import give_back_freed_memory
 from cascadeseg.network.bounded import BoundedEngine, EngineKind
@@ -53,6 +52,7 @@ class LungResult:
     Attributes:
         label: which lung.
         volume_ml: what of it is in the scan; 0 where there is none.
+        height_mm: from its lowest slice to its highest.
         mean_hu: mean HU inside the mask, None where there is none.
         touches: faces of the scan that the lung touches (``"superior"``, ...): there it may go on outside.
         regrown: how many times its box had to grow.
@@ -65,6 +65,7 @@ class LungResult:
 
     label: Label
     volume_ml: float
+    height_mm: float
     mean_hu: float | None
     touches: tuple[str, ...]
     regrown: int
@@ -201,11 +202,9 @@ class Segmenter:
 
     def _segment(self, canonical: Scan, scan: Scan, clock: _Clock) -> tuple[Labels, _Traces]:
         with clock.step("locate", 0.15):
-            said = locate(canonical, self.locator)
+            coarse = locate(canonical, self.locator)
         with clock.step("crop", 0.35):
-            coarse = settle_sides(said)
-            swapped = swapped_shares(said, coarse)
-            del said
+            coarse = settle_sides(coarse)
             boxes = crop_lungs(coarse)
             _refuse_giants(scan, boxes, coarse)
         with clock.step("refine", 0.4):
@@ -214,7 +213,7 @@ class Segmenter:
             labels = merge(lungs, scan.grid)
         with clock.step("clean", 0.9):
             clean(labels, [(lung.lung.label, box_on(lung, canonical.grid)) for lung in lungs], scan.grid)
-        return labels, _Traces(lungs, coarse, swapped)
+        return labels, _Traces(lungs, coarse)
 
     def _went_on(self) -> tuple[str, ...]:
         """How memory that ran out was met."""
@@ -236,11 +235,10 @@ def _refuse_giants(scan: Scan, boxes: list[LungBox], coarse: Coarse) -> None:
 
 @dataclass(frozen=True)
 class _Traces:
-    """What the stages left behind: each lung's logits, stage 1's opinion, and how much of it changed sides."""
+    """What the stages left behind: each lung's logits, and stage 1's opinion."""
 
     lungs: list[Refined]
     coarse: Coarse
-    swapped: tuple[float, float]
 
 
 class _Clock:
@@ -278,7 +276,7 @@ def _results(scan: Scan, labels: Labels, traces: _Traces, calibration: Calibrati
             found = refined.get(other.label) if other.volume_ml else None
             judgements.append(replace(result, reasons=missing_reason(result.label, found, scan.grid.canonical())))
             continue
-        signs = compared(result.signs, result.volume_ml, other.volume_ml)
+        signs = compared(result.signs, result.height_mm, other.height_mm)
         quality, reasons = judged(signs, calibration)
         judgements.append(replace(result, quality=quality, reasons=reasons, signs=signs))
     return tuple(judgements)
@@ -286,23 +284,28 @@ def _results(scan: Scan, labels: Labels, traces: _Traces, calibration: Calibrati
 
 def _result(scan: Scan, labels: Labels, label: Label, refined: Refined | None, traces: _Traces) -> LungResult:
     if refined is None:
-        return LungResult(label, 0.0, None, (), 0, None)
+        return LungResult(label, 0.0, 0.0, None, (), 0, None)
     grid = scan.grid.canonical()
     box = box_on(refined, grid)
     view = canonical_view(labels, scan.grid)
     mask = view[box.slices] == label.value
     crop = refined.lung.grid.cropped(refined.lung.box)
     corners = crop.world([(-0.5, -0.5, -0.5), [n - 0.5 for n in crop.shape]])
-    swapped = traces.swapped[LUNGS.index(label)]
     return LungResult(
         label=label,
         volume_ml=float(np.count_nonzero(mask)) * grid.voxel_volume_ml,
+        height_mm=_height_mm(mask, grid),
         mean_hu=_mean_hu(scan.canonical(), mask, box),
         touches=_touches(mask, box, grid.shape),
         regrown=refined.lung.regrown,
         box_mm=(tuple(corners.min(axis=0).round(1)), tuple(corners.max(axis=0).round(1))),
-        signs=signs_of(scan.canonical(), view, refined, traces.coarse, swapped),
+        signs=signs_of(scan.canonical(), view, refined, traces.coarse),
     )
+
+
+def _height_mm(mask: np.ndarray[Any, np.dtype[np.bool_]], grid: Grid) -> float:
+    slices = np.flatnonzero(mask.any(axis=(0, 1)))
+    return float(slices[-1] - slices[0] + 1) * grid.spacing_mm[2] if len(slices) else 0.0
 
 
 def _mean_hu(scan: Scan, mask: np.ndarray[Any, np.dtype[np.bool_]], box: Box) -> float | None:

@@ -87,6 +87,7 @@ def _lung(lung: LungResult) -> dict[str, Any]:
         "side": lung.label.side,
         "snomed_ct": lung.label.snomed,
         "volume_ml": round(lung.volume_ml, 2),
+        "height_mm": round(lung.height_mm, 1),
         "mean_hu": None if lung.mean_hu is None else round(lung.mean_hu, 1),
         "complete": lung.complete and lung.volume_ml > 0,
         "touches": list(lung.touches),
