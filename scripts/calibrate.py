@@ -4,7 +4,7 @@
 
 Half of the scans (their seeds from 700000) are fitted on, the other half (from 900000) only tested. Every second kind
 of scan is sick, noisy or oddly cut, the others are broken as files are: wrong HU, wrong spacing, upside down, slices
-lost. To these stress scans come half as many ordinary ones, patients of the default preset in voxels of usual size:
+lost. To these stress scans comes a quarter as many ordinary ones, patients of the default preset, usual voxel sizes:
 what is caught is told of the stress scans, false alarms of both, as most of what is segmented is ordinary. OUT gets
 one JSON file a scan in a folder named by the model's hash, confidence.json and table.md; a scan that is there is not
 done again, so it can be interrupted. ``--write`` puts the calibration into the notes of the model's model.json, next
@@ -309,7 +309,7 @@ def main() -> None:
     halves = []
     for seed in (FIT_SEED, TEST_SEED):
         each = options.count // 2
-        seeds = [*range(seed, seed + each), *range(seed + ORDINARY, seed + ORDINARY + each // 2)]
+        seeds = [*range(seed, seed + each), *range(seed + ORDINARY, seed + ORDINARY + each // 4)]
         jobs = {record / f"{n}.json": (n,) for n in seeds}
         halves.append(judgements(made(jobs, judged_scan, options.model, options.workers)))
     fit, test = halves
