@@ -85,14 +85,14 @@ class Signs:
 
 
 NOTABLE: Mapping[str, tuple[float, str]] = {
-    "disagreement": (0.2, "the two stages disagree about it"),
+    "disagreement": (0.15, "the two stages disagree about it"),
     "doubt": (0.06, "stage 2 is unsure about it"),
     "coarse_doubt": (0.15, "stage 1 is unsure about it"),
     "others": (0.02, "right and left were not clear"),
     "border": (0.25, "much of its surface is cut by the border of the scan"),
     "sparse": (0.22, "it has not the shape of a whole lung"),
     "abrupt": (0.6, "it ends abruptly"),
-    "missed": (0.5, "there is aerated tissue near it that is in neither lung"),
+    "missed": (0.25, "there is aerated tissue near it that is in neither lung"),
     "odd_hu": (0.3, "its mean HU is not that of a lung"),
     "odd_tissue": (0.3, "what surrounds it has not the HU of a body"),
     "odd_volume": (0.1, "its volume is not that of a lung"),
