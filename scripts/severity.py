@@ -14,7 +14,7 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from typing import Any
 
 import numpy as np
@@ -184,7 +184,7 @@ def score(record: dict[str, Any]) -> float:
 
 def table(records: list[dict[str, Any]]) -> str:
     """A row a point: how much there was of the trouble, and the Dice."""
-    lines = ["| | measured | patients | mean Dice | worst lung | scans for review |", "|---" * 6 + "|"]
+    lines = ["| | measured | patients | mean Dice | median | worst lung | scans for review |", "|---" * 7 + "|"]
     for name, curve in CURVES.items():
         for point in curve.points:
             mine = [r for r in records if r["curve"] == name and r["point"] == point and r["dice"]]
@@ -194,6 +194,7 @@ def table(records: list[dict[str, Any]]) -> str:
             review = sum("review" in r["verdict"].values() for r in mine)
             measured = f"{mean(r['measured'] for r in mine):.3g}"
             cells = [f"{curve.title}: {point:g}", measured, str(len(mine)), f"{mean(map(score, mine)):.3f}"]
+            cells.append(f"{median(map(score, mine)):.3f}")
             lines.append("| " + " | ".join([*cells, f"{worst:.3f}", str(review)]) + " |")
     return "\n".join(lines) + "\n"
 
