@@ -180,9 +180,14 @@ def stressed(seed: int) -> tuple[str, Scan, np.ndarray[Any, Any]]:
     return kind, scan, labels
 
 
+def is_ordinary(seed: int) -> bool:
+    """Whether a seed stands for an ordinary scan, not for one meant to break the model."""
+    return seed % (2 * ORDINARY) >= ORDINARY
+
+
 def judged_scan(segmenter: Segmenter, seed: int) -> dict[str, Any]:
     """One scan, segmented: each lung's Dice, and what the cascade itself says of it."""
-    kind, scan, labels = (stressed if seed % 100_000 < ORDINARY else ordinary)(seed)
+    kind, scan, labels = (ordinary if is_ordinary(seed) else stressed)(seed)
     try:
         result = segmenter.segment(scan)
     except ScanError as error:  # nothing to judge
@@ -218,6 +223,10 @@ class Judgement:
     def good(self) -> bool:
         return self.dice >= GOOD_DICE
 
+    @property
+    def ordinary(self) -> bool:
+        return is_ordinary(self.seed)
+
 
 def judgements(scans: list[dict[str, Any]]) -> list[Judgement]:
     """Of all lungs that have a mask, or should have one."""
@@ -243,7 +252,7 @@ def fitted(masks: list[Judgement], rounds: int = 20_000, ridge: float = 3e-3) ->
     bias, weights = bias + float(mean / sd @ weights), weights / sd
     kept = {name: round(float(weight), 3) for name, weight in zip(WEIGHED, weights, strict=True) if weight > 1e-3}
     calibration = Calibration(round(float(bias), 3), kept, 0.0)
-    bad = [calibration.quality(one.signs) for one in masks if one.signs and not one.good and one.kind != "ordinary"]
+    bad = [calibration.quality(one.signs) for one in masks if one.signs and not (one.good or one.ordinary)]
     return replace(calibration, review_below=round(float(np.quantile(bad, CAUGHT)), 3))
 
 
@@ -252,28 +261,36 @@ def reviewed(one: Judgement, calibration: Calibration) -> bool:
     return bool(judged(one.signs, calibration)[1] if one.signs else one.reasons)
 
 
-def table(rows: list[Judgement], calibration: Calibration) -> str:
+def grouped(rows: list[Judgement]) -> dict[str, list[Judgement]]:
+    """Those of stress scans and of ordinary ones."""
+    stress, ordinary_ones = ([row for row in rows if row.ordinary == wanted] for wanted in (False, True))
+    return {"**all of these**": stress, "**ordinary**": ordinary_ones}
+
+
+def of_lungs(rows: list[Judgement], calibration: Calibration) -> str:
     """By kind of scan: masks that should be looked at and are, and masks that should not and are all the same."""
     lines = ["| scans | masks with Dice < 0.9 | caught | good masks | false alarms | lungs without a mask | caught |"]
     lines.append("|---" * 7 + "|")
-    stress = [row for row in rows if row.kind != "ordinary"]
-    groups = {kind: [row for row in stress if row.kind == kind] for kind in dict.fromkeys(KINDS)}
-    groups |= {"**all of these**": stress, "**ordinary**": [row for row in rows if row.kind == "ordinary"]}
-    for kind, mine in groups.items():
+    by_kind = {kind: [row for row in rows if row.kind == kind] for kind in dict.fromkeys(KINDS)}
+    for kind, mine in (by_kind | grouped(rows)).items():
         masks, missed = [row for row in mine if row.signs], [row for row in mine if not row.signs]
         bad, good = [row for row in masks if not row.good], [row for row in masks if row.good]
         told = [counted([reviewed(row, calibration) for row in group]) for group in (bad, good, missed)]
         lines.append(f"| {kind} | {' | '.join(told)} |")
-    lines += ["", "Whole scans: bad where a lung is, and reviewed where a lung is.", ""]
-    lines += ["| scans | with a lung of Dice < 0.9 | caught | good | false alarms |", "|---" * 5 + "|"]
-    for kind in ("**all of these**", "**ordinary**"):
+    return "\n".join(lines) + "\n"
+
+
+def of_scans(rows: list[Judgement], calibration: Calibration) -> str:
+    """Whole scans: bad where a lung is, and reviewed where a lung is."""
+    lines = ["| scans | with a lung of Dice < 0.9 | caught | good | false alarms |", "|---" * 5 + "|"]
+    for kind, mine in grouped(rows).items():
         scans: dict[int, list[Judgement]] = {}
-        for row in groups[kind]:
+        for row in mine:
             scans.setdefault(row.seed, []).append(row)
         told = []
         for wanted in (False, True):
-            mine_too = [lungs for lungs in scans.values() if all(lung.good for lung in lungs) == wanted]
-            told.append(counted([any(reviewed(lung, calibration) for lung in lungs) for lungs in mine_too]))
+            lungs_of = [lungs for lungs in scans.values() if all(lung.good for lung in lungs) == wanted]
+            told.append(counted([any(reviewed(lung, calibration) for lung in lungs) for lungs in lungs_of]))
         lines.append(f"| {kind} | {' | '.join(told)} |")
     return "\n".join(lines) + "\n"
 
@@ -291,8 +308,8 @@ def borders(rows: list[Judgement], calibration: Calibration) -> str:
     ]
     for border in (0.3, 0.4, 0.5, 0.6, 0.7, 0.8):
         other, cells = replace(calibration, review_below=border), []
-        for good, ordinary_ones in ((False, False), (True, False), (True, True)):
-            group = [r for r in rows if r.signs and r.good == good and (r.kind == "ordinary") == ordinary_ones]
+        for good, wanted in ((False, False), (True, False), (True, True)):
+            group = [row for row in rows if row.signs and (row.good, row.ordinary) == (good, wanted)]
             cells.append(f"{np.mean([reviewed(row, other) for row in group]):.1%}" if group else "")
         lines.append(f"| {border:g} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
@@ -329,8 +346,10 @@ def main() -> None:
         halves.append(judgements(made(jobs, judged_scan, options.model, options.workers)))
     fit, test = halves
     calibration = fitted([mask for mask in fit if mask.signs])
-    text = f"Fitted on:\n\n{table(fit, calibration)}\nTested on:\n\n{table(test, calibration)}\n"
-    text += f"{borders(test, calibration)}\n{reliability(test, calibration)}" + f"\n{calibration}\n"
+    parts = []
+    for title, rows in (("Fitted on", fit), ("Tested on", test)):
+        parts += [f"{title}:\n", of_lungs(rows, calibration), of_scans(rows, calibration)]
+    text = "\n".join([*parts, borders(test, calibration), reliability(test, calibration), f"{calibration}\n"])
     (options.output / "table.md").write_text(text, encoding="utf-8")
     (options.output / "confidence.json").write_text(json.dumps(asdict(calibration), indent=1) + "\n", encoding="utf-8")
     print(text)
