@@ -103,11 +103,13 @@ class RandomisationConfig:
         intensity: factor on the spread of each tissue's mean HU.
         texture: factor on the textures of the lung.
         contrast: factor on the share of scans with contrast medium.
+        density: share of patients whose lungs have any density there is, however deep they breathe.
     """
 
     intensity: float = 1.0
     texture: float = 1.0
     contrast: float = 1.0
+    density: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,12 @@ def _ablations() -> dict[str, SynthesisConfig]:
 
 PRESETS: dict[str, SynthesisConfig] = {
     "default": SynthesisConfig(),
+    "training": SynthesisConfig(
+        pathology=PathologyConfig(
+            healthy_share=0.3, consolidation=0.5, lobar=0.25, white_lung=0.08, emphysema=0.25, effusion=0.3
+        ),
+        randomisation=RandomisationConfig(density=0.3),
+    ),
     "healthy": SynthesisConfig(pathology=PathologyConfig(rate=0.0), view=_CHEST),
     "covid": SynthesisConfig(
         pathology=replace(_SICK, ground_glass=1.0, consolidation=0.6, atelectasis=0.5, white_lung=0.05), view=_CHEST

@@ -321,7 +321,7 @@ def _draw_hounsfield(d: Draw, torso: Torso, config: SynthesisConfig) -> Hounsfie
     liver = d.normal(56, 9 * r) + (d.uniform(10, 70) if contrast else 0) - fatty
     undiluted = d.uniform(200, 900) if contrast and d.chance(0.2) else 0
     closed = 1 - torso.inspiration
-    return Hounsfield(
+    hounsfield = Hounsfield(
         air=d.normal(-1000, 4 * r),
         lumen=d.normal(-988, 12 * r),
         fat=d.normal(-103, 9 * r),
@@ -347,3 +347,4 @@ def _draw_hounsfield(d: Draw, torso: Torso, config: SynthesisConfig) -> Hounsfie
         texture=(d.uniform(5, 30) * t, d.uniform(4, 18) * t, d.uniform(6, 30) * t, d.uniform(10, 150) * t),
         texture_seed=d.seed(),
     )
+    return replace(hounsfield, lung=d.uniform(-965, -600)) if d.chance(config.randomisation.density) else hounsfield
