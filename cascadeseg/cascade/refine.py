@@ -61,7 +61,7 @@ def lung_layers(
 ) -> Layers:
     """`lung_image`, made slab by slab: as a whole it would take as much memory as anything in the network."""
     nx, ny, nz = grid.shape
-    opinion = _opinion(coarse, label, grid, view.prior_spacing_mm, device) if view.prior else None
+    opinion = _opinion(coarse, label, grid, view, device) if view.prior else None
 
     def make(z: slice) -> Tensor:
         part = grid.cropped(Box((0, 0, z.start), (nx, ny, z.stop)))
@@ -74,21 +74,24 @@ def lung_layers(
 
 
 def _opinion(
-    coarse: Coarse | None, label: Label, grid: Grid, spacing_mm: float, device: torch.device
+    coarse: Coarse | None, label: Label, grid: Grid, view: View, device: torch.device
 ) -> Callable[[Grid], Tensor]:
-    """This lung's probability minus the other's, seen at a spacing (0: stage 1's own), on parts of a crop's grid."""
+    """This lung's probability minus the other's, at the view's contrast and spacing, on parts of a crop's grid."""
     if coarse is None:
         raise ValueError("a stage with a prior needs stage 1's probabilities")
     lungs, source = coarse.lungs, coarse.grid
     this = LUNGS.index(label)
 
     def difference(box: Box) -> Tensor:
-        mine, others = (lungs[side][box.slices].float() for side in (this, 1 - this))
+        mine, others = (stretched(lungs[side][box.slices].float()) for side in (this, 1 - this))
         return (mine - others).to(device)
 
-    if not spacing_mm:
+    def stretched(probability: Tensor) -> Tensor:
+        return (0.5 + view.prior_contrast * (probability - 0.5)).clamp(0, 1)
+
+    if not view.prior_spacing_mm:
         return partial(resample_volume, difference, source)
-    vague = grid.resampled(spacing_mm)
+    vague = grid.resampled(view.prior_spacing_mm)
     return partial(resample_volume, resample_volume(difference, source, vague), vague)
 
 

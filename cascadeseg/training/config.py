@@ -124,6 +124,9 @@ class OptimisationConfig:
         weight_decay: the optimiser's.
         clip_norm: largest norm of the gradient.
         ema: decay of the averaged weights, which are what is shipped; less over the first steps.
+        fixed_norm: from this share of the steps on, BatchNorm normalises by its averaged statistics, as inference does,
+            instead of by each patch's own; 1: never. A network that always saw a patch of its own normalised to itself
+            fails at inference on scans unlike the average, such as those that dark lungs fill.
         precision: ``auto`` (what the device is fast at), ``fp32``, ``bf16`` or ``fp16`` (with loss scaling).
         checkpoint_blocks: recompute every block's activations in the backward pass (less memory, more time).
         channels_last: memory format of weights and images.
@@ -151,6 +154,7 @@ class OptimisationConfig:
     weight_decay: float = 1e-4
     clip_norm: float = 2.0
     ema: float = 0.998
+    fixed_norm: float = 0.5
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     checkpoint_blocks: bool = False
     channels_last: bool = True

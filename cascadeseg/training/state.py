@@ -140,6 +140,17 @@ def kept_statistics(network: UNet) -> Callable[[], None]:
     return restore
 
 
+@torch.no_grad()
+def fix_statistics(network: UNet, average: UNet | None) -> None:
+    """Lets BatchNorm normalise by its running statistics and leave them as they are, or as a given average has them."""
+    if average is not None:
+        for mine, averaged_one in zip(network.buffers(), average.buffers(), strict=True):
+            mine.copy_(averaged_one)
+    for module in network.modules():
+        if isinstance(module, torch.nn.BatchNorm3d):
+            module.eval()
+
+
 def take_weights(network: UNet, weights: Mapping[str, Tensor]) -> list[str]:
     """Starts a network from another's weights, as far as they fit; returns the names of what was left to chance."""
     own = network.state_dict()

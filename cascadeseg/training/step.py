@@ -19,13 +19,13 @@ from torch import Tensor
 
 from cascadeseg.errors import ConfigError, DeviceError
 from cascadeseg.training.augmentation import Cut
-from cascadeseg.training.config import TrainingConfig
+from cascadeseg.training.config import OptimisationConfig, TrainingConfig
 from cascadeseg.training.data import batch_of
 from cascadeseg.training.loss import supervised_loss
 from cascadeseg.training.optimiser import learning_rate
 from cascadeseg.training.prefetch import Prefetch
 from cascadeseg.training.processes import averaged_statistics, failure, summed, summed_gradients, worst
-from cascadeseg.training.state import State, kept_statistics, update_average
+from cascadeseg.training.state import State, fix_statistics, kept_statistics, update_average
 
 Batch = Sequence[Cut] | tuple[Tensor, Tensor]
 """Patches that go through the network together: still to be varied on the device, or varied already."""
@@ -90,7 +90,7 @@ def _gathered(trainer: Trainer) -> tuple[Tensor, float, float, Exception | None]
     state, fabric, count = trainer.state, trainer.fabric, trainer.config.optimisation.batch
     totals = torch.zeros(2, device=fabric.device)
     trainer.optimiser.zero_grad(set_to_none=True)
-    state.network.train()
+    _into_training(state, trainer.config.optimisation)
     try:
         batches = trainer.patches(state.step, state.relief)
         if batches is None:
@@ -102,6 +102,14 @@ def _gathered(trainer: Trainer) -> tuple[Tensor, float, float, Exception | None]
     except Exception as error:  # the other processes must hear of it before it ends this one
         return totals, 0.0, 0.0, error
     return totals, 0.0, 0.0, None
+
+
+def _into_training(state: State, numbers: OptimisationConfig) -> None:
+    """Training mode; in the last share of the steps with BatchNorm's averaged statistics (see ``fixed_norm``)."""
+    state.network.train()
+    first_fixed = round(numbers.fixed_norm * numbers.steps)
+    if state.step >= first_fixed:
+        fix_statistics(state.network, state.average if state.step == first_fixed else None)
 
 
 def _backward(trainer: Trainer, batch: Batch, count: int) -> Tensor:

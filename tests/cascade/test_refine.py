@@ -78,6 +78,25 @@ def test_a_coarsely_seen_opinion_tells_where_the_lung_is_but_not_its_surface():
     assert step[1] < 0.2
 
 
+def test_contrast_takes_the_haze_from_an_opinion_and_leaves_what_is_sure():
+    grid = chest_grid()
+    scan = chest(grid)
+    seen = {
+        probability: lung_image(
+            scan,
+            Coarse(torch.stack([torch.full(grid.shape, probability), torch.zeros(grid.shape)]), grid),
+            RIGHT_LUNG,
+            grid,
+            View(4.0, prior=True, prior_contrast=2.5),
+            CPU,
+        )[1].unique()
+        for probability in (0.0, 0.25, 0.5, 0.6, 0.75, 1.0)
+    }
+    assert {probability: round(float(value), 3) for probability, value in seen.items()} == {
+        0.0: 0.0, 0.25: 0.0, 0.5: 0.5, 0.6: 0.75, 0.75: 1.0, 1.0: 1.0
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("spacing", [0.0, 24.0])
 def test_an_image_made_slab_by_slab_equals_the_whole(spacing):
     scan = chest(chest_grid((2.0, 2.0, 2.0)))

@@ -409,6 +409,22 @@ def test_training_goes_on_from_other_weights(recipe, tmp_path):
         run(other, tmp_path / "third")
 
 
+def test_batchnorm_takes_over_the_averaged_statistics_and_keeps_them(recipe, tmp_path):
+    def statistics(part):
+        state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)[part]
+        return [value for name, value in state.items() if "running" in name]
+
+    def same(a, b):
+        return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+    run(recipe(fixed_norm=0.5), tmp_path, stop_after=3)
+    own, averaged_ones = statistics("network"), statistics("average")
+    assert not same(own, averaged_ones)
+    for _ in range(2):
+        run(recipe(fixed_norm=0.5), tmp_path, resume=True, stop_after=1)
+        assert same(statistics("network"), averaged_ones)
+
+
 def test_the_average_follows_quickly_at_first():
     torch.manual_seed(0)
     network = UNet(UNetConfig(1, 1, widths=(4, 8)))
