@@ -161,12 +161,6 @@ def _ablations() -> dict[str, SynthesisConfig]:
 
 PRESETS: dict[str, SynthesisConfig] = {
     "default": SynthesisConfig(),
-    "training": SynthesisConfig(
-        pathology=PathologyConfig(
-            healthy_share=0.3, consolidation=0.5, lobar=0.25, white_lung=0.08, emphysema=0.25, effusion=0.3
-        ),
-        randomisation=RandomisationConfig(density=0.3),
-    ),
     "healthy": SynthesisConfig(pathology=PathologyConfig(rate=0.0), view=_CHEST),
     "covid": SynthesisConfig(
         pathology=replace(_SICK, ground_glass=1.0, consolidation=0.6, atelectasis=0.5, white_lung=0.05), view=_CHEST
@@ -183,5 +177,11 @@ PRESETS: dict[str, SynthesisConfig] = {
     "abdomen": SynthesisConfig(view=replace(_CHEST, chest=0, lung_free=1)),
     "one_lung": SynthesisConfig(view=replace(_CHEST, chest=0, one_lung=1)),
     "partial": SynthesisConfig(view=replace(_CHEST, chest=0, partial=1)),
+    "training": SynthesisConfig(
+        pathology=PathologyConfig(
+            healthy_share=0.3, consolidation=0.5, lobar=0.25, white_lung=0.08, emphysema=0.25, effusion=0.3
+        ),
+        randomisation=RandomisationConfig(density=0.3),
+    ),
 } | {f"without_{name}": config for name, config in _ablations().items()}
 """Patients by name; ``without_...`` are the default ones less one group, for ablations."""
