@@ -273,7 +273,7 @@ def test_workers_end_with_their_store(tmp_path):
     store = CaseStore(tmp_path, replace(config, view=View(1.0)), [(patient, "cases")])
     (worker,) = set(active_children()) - before
     store.close()
-    worker.join(timeout=30)
+    worker.join(timeout=120)  # it has to start and import torch first
     assert not worker.is_alive()
     assert not list(store.folder.iterdir())
 
