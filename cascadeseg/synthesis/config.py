@@ -36,9 +36,9 @@ class PathologyConfig:
     healthy_share: float = 0.40
     healthy_factor: float = 0.12
     ground_glass: float = 0.28
-    consolidation: float = 0.34
+    consolidation: float = 0.26
     lobar: float = 0.20
-    white_lung: float = 0.05
+    white_lung: float = 0.03
     atelectasis: float = 0.35
     nodules: float = 0.30
     emphysema: float = 0.17

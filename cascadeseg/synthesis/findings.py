@@ -102,7 +102,7 @@ def draw_findings(d: Draw, config: PathologyConfig, child: bool) -> Findings:
         ground_glass=glass,
         ground_glass_extent=extent,
         consolidation=solid,
-        consolidation_extent=d.uniform(0.03, 0.5) * (1 if d.chance(0.7) else 2.0),
+        consolidation_extent=d.uniform(0.03, 0.5) * (1 if d.chance(0.8) else 1.8),
         peripheral=d.uniform(-0.6, 1.0),
         lower=d.uniform(-0.5, 1.0),
         blob=d.uniform(12, 38),

@@ -342,7 +342,7 @@ def _draw_hounsfield(d: Draw, torso: Torso, config: SynthesisConfig) -> Hounsfie
         disc=d.normal(85, 15 * r),
         cartilage=d.normal(95, 20 * r) + (d.uniform(60, 250) if d.chance(0.4 * r) else 0),
         breast=d.about(-60, 40, r),
-        lung=min(max(-730 - 160 * torso.inspiration + d.normal(0, 38 * r), -960.0), -540.0),
+        lung=min(max(-730 - 160 * torso.inspiration + d.normal(0, 32 * r), -940.0), -540.0),
         gravity=d.about(15, 80, r) + 80 * closed,
         texture=(d.uniform(5, 30) * t, d.uniform(4, 18) * t, d.uniform(6, 30) * t, d.uniform(10, 150) * t),
         texture_seed=d.seed(),
