@@ -87,7 +87,7 @@ def _opinion(
         return (mine - others).to(device)
 
     def stretched(probability: Tensor) -> Tensor:
-        return (0.5 + view.prior_contrast * (probability - 0.5)).clamp(0, 1)
+        return (probability - 0.5).mul_(view.prior_contrast).add_(0.5).clamp_(0, 1)
 
     if not view.prior_spacing_mm:
         return partial(resample_volume, difference, source)

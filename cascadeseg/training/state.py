@@ -141,11 +141,10 @@ def kept_statistics(network: UNet) -> Callable[[], None]:
 
 
 @torch.no_grad()
-def fix_statistics(network: UNet, average: UNet | None) -> None:
-    """Lets BatchNorm normalise by its running statistics and leave them as they are, or as a given average has them."""
-    if average is not None:
-        for mine, averaged_one in zip(network.buffers(), average.buffers(), strict=True):
-            mine.copy_(averaged_one)
+def fix_statistics(network: UNet, average: UNet) -> None:
+    """Lets BatchNorm normalise by the average's statistics, and leave them; doing it again changes nothing."""
+    for mine, averaged_one in zip(network.buffers(), average.buffers(), strict=True):
+        mine.copy_(averaged_one)
     for module in network.modules():
         if isinstance(module, torch.nn.BatchNorm3d):
             module.eval()

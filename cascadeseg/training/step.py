@@ -107,9 +107,8 @@ def _gathered(trainer: Trainer) -> tuple[Tensor, float, float, Exception | None]
 def _into_training(state: State, numbers: OptimisationConfig) -> None:
     """Training mode; in the last share of the steps with BatchNorm's averaged statistics (see ``fixed_norm``)."""
     state.network.train()
-    first_fixed = round(numbers.fixed_norm * numbers.steps)
-    if state.step >= first_fixed:
-        fix_statistics(state.network, state.average if state.step == first_fixed else None)
+    if state.step >= round(numbers.fixed_norm * numbers.steps):
+        fix_statistics(state.network, state.average)
 
 
 def _backward(trainer: Trainer, batch: Batch, count: int) -> Tensor:

@@ -274,7 +274,7 @@ def test_workers_end_with_their_store(tmp_path):
     store = CaseStore(tmp_path, replace(config, view=View(1.0)), [(patient, "cases")])
     (worker,) = set(active_children()) - before
     store.close()
-    # Not is_alive(): the pool's own thread waits for the worker too, and whoever comes second is told nothing for a moment.
+    # Not is_alive(): the pool's own thread waits for the worker too, and whoever asks second may be told nothing.
     assert wait([worker.sentinel], timeout=30)
     assert not list(store.folder.iterdir())
 

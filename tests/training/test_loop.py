@@ -88,7 +88,7 @@ def test_the_smoke_recipes_need_no_data_and_end_in_a_model_that_infer_uses(tmp_p
 
 def test_it_overfits_one_case(folder, tmp_path):
     numbers = {
-        "steps": 120,
+        "steps": 80,
         "precision": "fp32",
         "patch": (48, 48, 48),
         "learning_rate": 2e-2,
