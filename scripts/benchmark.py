@@ -187,7 +187,7 @@ def _lungmask(scans: Sequence[Path], folder: Path, options: argparse.Namespace) 
 
 
 def _cuda(scans: Sequence[Path], folder: Path, options: argparse.Namespace) -> tuple[list[Result], list[str]]:
-    """Cold, and warm with and without ``--max-vram 1``."""
+    """Cold, and warm with and without ``--max-vram 1`` and cuDNN's search for algorithms (whether that would pay)."""
     found = "import sys, torch; sys.exit(not torch.cuda.is_available())"
     if subprocess.run([sys.executable, "-c", found], check=False).returncode:
         return [], ["CUDA: skipped; this machine has no CUDA device\n"]
@@ -195,12 +195,15 @@ def _cuda(scans: Sequence[Path], folder: Path, options: argparse.Namespace) -> t
     for limit in (None, "1"):
         asked = argparse.Namespace(**{**vars(options), "device": "cuda", "max_vram": limit})
         cold, warm = _infer_runs(scans[0], "auto", folder, asked), _part("warm", scans[:1], asked, engine="auto")
-        rows.append({"max_vram_gb": limit, "cold": cold, "warm": warm})
+        tried = _part("warm", scans[:1], asked, "--cudnn-benchmark", engine="auto")
+        rows.append({"max_vram_gb": limit, "cold": cold, "warm": warm, "warm_cudnn_benchmark": tried})
+    head = ("--max-vram", "cold s", "warm s", "with cuDNN's search", "GPU peak MB", "of it torch's", "GPU memory area")
     return rows, [
         "## CUDA\n",
-        *_table(("--max-vram", "cold s", "warm s", "GPU peak MB", "of it torch's", "GPU memory area"), [
+        *_table(head, [
             (row["max_vram_gb"] or "none", *_numbers(row["cold"], "wall_s"),
-             f"{statistics.median(row['warm']['wall_s']):.2f}", *_gpu(row["cold"], "gpu_peak_mb"),
+             *(f"{statistics.median(row[key]['wall_s']):.2f}" for key in ("warm", "warm_cudnn_benchmark")),
+             *_gpu(row["cold"], "gpu_peak_mb"),
              f"{row['warm']['gpu_mb']:,.0f}", *_gpu(row["cold"], "gpu_area"))
             for row in rows
         ]),
@@ -249,12 +252,13 @@ def _infer_options(engine: str, options: argparse.Namespace) -> list[str]:
     return ["--device", options.device, "--engine", engine, *given]
 
 
-def _part(name: str, scans: Sequence[Path], options: argparse.Namespace, engine: str | None = None) -> Any:
+def _part(name: str, scans: Sequence[Path], options: argparse.Namespace, *more: str, engine: str | None = None) -> Any:
     """What a part of `benchmark_parts.py` says, in a process of its own."""
     command = [sys.executable, str(HERE / "benchmark_parts.py"), name, *map(str, scans)]
     command += ["--repeat", str(options.repeat), "--device", options.device, "--engine", engine or options.engine[0]]
     for option, value in (("--model", options.model), ("--max-vram", options.max_vram)):
         command += [option, str(value)] if value else []
+    command += more
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment())
     return json.loads(done.stdout)
 

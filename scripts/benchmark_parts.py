@@ -48,7 +48,11 @@ def main() -> int:
     parser.add_argument("--engine", default="auto")
     parser.add_argument("--model")
     parser.add_argument("--max-vram", type=float)
+    parser.add_argument(
+        "--cudnn-benchmark", action="store_true", help="let cuDNN try its algorithms for each new shape"
+    )
     options = parser.parse_args()
+    torch.backends.cudnn.benchmark = options.cudnn_benchmark
     json.dump(PARTS[options.part](options), sys.stdout)
     return 0
 
