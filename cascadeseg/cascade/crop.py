@@ -24,6 +24,8 @@ SMALLEST_LUNG_ML = 2.0
 """What stage 1 must find, at least, to be looked at: slivers of lung base on an abdominal scan are lung too."""
 STRAY_SHARE = 0.03
 """A blob with less than this share of its side's probability, and apart from it, is not worth a larger box."""
+COLUMN_MM = 15.0
+"""How far outside the column of the largest blobs the centre of a smaller one may lie, in front, behind or beside."""
 SEPARATION_MM = 25.0
 """Centroids of two true lungs lie further apart across the body than this, even a newborn's."""
 VALLEY = 0.5
@@ -125,7 +127,7 @@ def _sides(lungs: Field) -> dict[Label, Mask]:
 
 def _settled(said: dict[Label, Mask], weight: Field, grid: Grid) -> dict[Label, Mask]:
     """The mask of each lung that is there, strays removed and sides right."""
-    masks = {label: _without_strays(mask, weight, grid) for label, mask in said.items()}
+    masks = _without_strays(said, weight, grid)
     masks = {label: mask for label, mask in masks.items() if mask.sum() * grid.voxel_volume_ml >= SMALLEST_LUNG_ML}
     if len(masks) == 1:
         return _split_if_both(*masks.popitem(), grid)
@@ -134,16 +136,27 @@ def _settled(said: dict[Label, Mask], weight: Field, grid: Grid) -> dict[Label, 
     return {}
 
 
-def _without_strays(mask: Mask, weight: Field, grid: Grid) -> Mask:
-    """The components that matter, by probability mass rather than size."""
-    if not mask.any():
-        return mask
-    components = cc3d.connected_components(mask, connectivity=26)
-    mass = np.bincount(components.ravel(), weights=weight.ravel())
-    mass[0] = 0
-    smallest = max(STRAY_SHARE * mass.max(), 0.5 * SMALLEST_LUNG_ML / grid.voxel_volume_ml)
-    kept: Mask = (mass >= smallest)[components]
-    return kept
+def _without_strays(said: dict[Label, Mask], weight: Field, grid: Grid) -> dict[Label, Mask]:
+    """The components that matter, by probability mass rather than size, and where a part of a lung can be at all.
+
+    That is in the column that the largest components of both sides stand in: neither behind nor beside it, as the foam
+    of a couch is, which has the HU of a lung. How far above or below does not matter.
+    """
+    parts = {label: cc3d.connected_components(mask, connectivity=26) for label, mask in said.items() if mask.any()}
+    mass = {label: np.bincount(part.ravel(), weights=weight.ravel()) for label, part in parts.items()}
+    where = {label: cc3d.statistics(part) for label, part in parts.items()}
+    for masses in mass.values():
+        masses[0] = 0
+    largest = [where[label]["bounding_boxes"][int(mass[label].argmax())] for label in parts]
+    masks = {}
+    for label, part in parts.items():
+        keep = mass[label] >= max(STRAY_SHARE * mass[label].max(), 0.5 * SMALLEST_LUNG_ML / grid.voxel_volume_ml)
+        for axis in (0, 1):
+            centre, beside = where[label]["centroids"][:, axis], COLUMN_MM / grid.spacing_mm[axis]
+            keep &= centre >= min(box[axis].start for box in largest) - beside
+            keep &= centre < max(box[axis].stop for box in largest) + beside
+        masks[label] = keep[part]
+    return masks
 
 
 def _agree_with_geometry(masks: dict[Label, Mask], grid: Grid) -> dict[Label, Mask]:

@@ -179,7 +179,7 @@ PRESETS: dict[str, SynthesisConfig] = {
     "partial": SynthesisConfig(view=replace(_CHEST, chest=0, partial=1)),
     "training": SynthesisConfig(
         pathology=PathologyConfig(
-            healthy_share=0.3, consolidation=0.5, lobar=0.25, white_lung=0.08, emphysema=0.25, effusion=0.3
+            healthy_share=0.45, consolidation=0.4, lobar=0.2, white_lung=0.06, emphysema=0.25, effusion=0.3
         ),
         randomisation=RandomisationConfig(density=0.3),
     ),

@@ -79,7 +79,7 @@ def paint_couch(scene: Scene) -> None:
     if scanner.couch == "none":
         return
     height, across = _couch_frame(scene)
-    draws = {k: float(v) for k, v in zip("abcdefghijkl", np.random.default_rng(scanner.seed).random(12), strict=True)}
+    draws = {k: float(v) for k, v in zip("abcdefghijklm", np.random.default_rng(scanner.seed).random(13), strict=True)}
     half = 190 + 75 * draws["a"]
     top = height - across.square() * (0.0006 if scanner.couch == "curved" else 0.0)
     thick = 15 + 60 * draws["b"] ** 2 if scanner.couch != "thin" else 7.0
@@ -91,11 +91,14 @@ def paint_couch(scene: Scene) -> None:
         mat = torch.maximum(top - 8 - 12 * draws["g"], -top + 1) + (across.abs() - half + 25).clamp(min=0)
         _paint_slab(scene, mat, -850 + 500 * draws["h"], -990 + 120 * draws["d"], 2.0)
     if draws["i"] < 0.5:
-        # The cradle under a flat board: a bowl of one or two thin shells.
+        # The cradle under a flat board: a bowl of one or two thin shells, hollow or full of foam as on PET/CT.
         for depth in (20 + 60 * draws["j"], 45 + 90 * draws["j"])[: 1 + int(draws["k"] < 0.6)]:
             bowl = height + thick + depth - across.square() * (0.0003 + 0.0007 * draws["l"])
             shell = torch.maximum(bowl.abs() - 1.5, across.abs() - half - 15)
             _paint_slab(scene, shell, -400 + 600 * draws["c"], 0.0, 100.0)
+            if draws["m"] < 0.5:
+                inside = torch.maximum(-bowl, height + thick + 3) + beyond
+                _paint_slab(scene, inside, -400 + 600 * draws["c"], foam, 1.2 + 2.5 * draws["e"])
 
 
 def _couch_frame(scene: Scene) -> tuple[Tensor, Tensor]:

@@ -88,6 +88,21 @@ def test_a_stray_blob_does_not_enlarge_the_box():
     assert crop_lungs(settle_sides(opinion(stray, left))) == crop_lungs(opinion(right, left))
 
 
+@pytest.mark.parametrize("behind", [True, False])
+def test_foam_of_a_couch_is_no_part_of_a_lung_and_a_part_below_a_lung_is(behind):
+    right, left = lungs()
+    x, y, z = (slice(int(used.min()), int(used.max()) + 1) for used in np.nonzero(right))
+    part = np.zeros_like(right)
+    if behind:
+        part[x, 0:2, z] = True
+    else:
+        part[x, y, 0:2] = True
+    assert part.sum() > 0.05 * right.sum()
+    found, other = sides(opinion(right | part, left))
+    assert np.array_equal(found, right if behind else right | part)
+    assert np.array_equal(other, left)
+
+
 def test_nothing_found_gives_no_box():
     nothing = np.zeros(GRID.shape, bool)
     assert crop_lungs(settle_sides(opinion(nothing, nothing))) == []
