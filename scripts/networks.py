@@ -1,11 +1,16 @@
-"""What the networks cost: layer by layer (torchinfo), or variants of them against the stopwatch.
+"""What the networks cost and give: layer by layer (torchinfo), or variants of them against stopwatch and real scans.
 
     python scripts/networks.py [--model DIR] [--stage 1|2] [--shape X Y Z] [--depth N]
     python scripts/networks.py --variants [--stage 1|2] [--shape X Y Z] [--engine torch] [--runs 5] [--json FILE]
+    python scripts/networks.py --variants --train OUT --scans SCANS [--steps 400] [--figure FILE] [...]
 
 Variants change one thing each of the shipped networks: width, depth, bottleneck, norm, stem, deep supervision. Each
 runs in a process of its own, with weights of chance, on one image of typical shape; what is told is the median of the
 runs after the first, and how much the process's peak memory grew by all of them.
+
+With ``--train`` each variant is also trained from nothing by its stage's recipe, for few steps and all on the same
+patients, and the cascade of it and the model's other stage is scored as by validate.py. That compares variants with
+one another; none is what it would be after all its steps. OUT keeps the runs: one that is done is not done again.
 """
 
 from __future__ import annotations
@@ -19,11 +24,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from cascadeseg.network import Stage, UNet, UNetConfig, load_model, stage_of
+from cascadeseg import config as configs
+from cascadeseg.network import Model, Stage, UNet, UNetConfig, load_model, save_model, stage_of
+from cascadeseg.training.config import TrainingConfig
+from cascadeseg.training.loop import train
 
 Shape = tuple[int, int, int]
+RECIPES = Path(__file__).parent.parent / "configs"
 SHAPES: dict[int, Shape] = {1: (176, 176, 176), 2: (176, 240, 304)}
 """A chest at 2 mm, and one lung at 1 mm."""
+SCORES = ("dice", "worst", "nsd_2mm")
+COLUMNS = {
+    "parameters": ("parameters", "{:,}"),
+    "seconds": ("median s", "{:.3f}"),
+    "peak_mb": ("peak memory, MB", "{:.0f}"),
+    "engine": ("engine", "{}"),
+    "dice": ("mean Dice", "{:.3f}"),
+    "worst": ("worst Dice", "{:.3f}"),
+    "nsd_2mm": ("mean NSD 2 mm", "{:.3f}"),
+}
+"""What is told of a network: the heading, and how it is written."""
 
 
 def main() -> None:
@@ -37,8 +57,15 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="variants only; default cpu")
     parser.add_argument("--threads", type=int, default=0, help="variants only; default: torch's own")
     parser.add_argument("--runs", type=int, default=5, help="variants only; default 5")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="variants only: these, by the names in the table")
     parser.add_argument("--json", type=Path, help="variants only: also write the rows here")
+    parser.add_argument("--train", type=Path, metavar="OUT", help="variants only: train each, in this folder")
+    parser.add_argument("--scans", type=Path, help="with --train: scans with references")
+    parser.add_argument("--steps", type=int, default=400, help="with --train: of each variant; default 400")
+    parser.add_argument("--figure", type=Path, help="with --train: Dice against seconds, as a picture")
     options = parser.parse_args()
+    if options.train and not options.scans:
+        parser.error("--train needs --scans to score on")
     model = load_model(options.model)
     rows: list[dict[str, Any]] = []
     for number, stage in ((1, model.locator), (2, model.refiner)):
@@ -46,12 +73,14 @@ def main() -> None:
             continue
         shape = tuple(options.shape or SHAPES[number])
         if options.variants:
-            rows += timed_variants(number, stage, shape, options)
+            rows += measured_variants(number, stage, shape, model, options)
         else:
             print(f"\nStage {number}: {stage.unet}")
             print(described(stage, shape, options.depth))
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    if options.figure:
+        draw(rows, options.figure)
 
 
 def described(stage: Stage, shape: tuple[int, ...], depth: int) -> str:
@@ -85,24 +114,79 @@ def variants(base: UNetConfig) -> dict[str, UNetConfig]:
     return named
 
 
-def timed_variants(
-    number: int, stage: Stage, shape: tuple[int, ...], options: argparse.Namespace
+def measured_variants(
+    number: int, stage: Stage, shape: tuple[int, ...], model: Model, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Prints the table of one stage's variants as they are timed; returns its rows."""
+    """Prints the table of one stage's variants as they are measured; returns its rows."""
+    told = ["parameters", "seconds", "peak_mb", "engine", *(SCORES if options.train else ())]
     print(f"\nStage {number}, {' x '.join(map(str, shape))} voxels\n")
-    print("| network | parameters, millions | median s | peak memory, MB | engine |\n|---|---|---|---|---|", flush=True)
+    print(f"| network | {' | '.join(COLUMNS[key][0] for key in told)} |\n|---" + "|---" * len(told) + "|", flush=True)
     rows = []
     for name, unet in variants(stage.unet).items():
+        if options.only and name not in options.only:
+            continue
+        scores = trained_scores(number, model, name, unet, options) if options.train else {}
         # A new process for each: peak memory cannot be set back.
         with multiprocessing.get_context("spawn").Pool(1) as pool:
-            row = pool.apply(timed, (replace(stage, unet=unet, weights={}), shape, options))
+            row = pool.apply(timed, (replace(stage, unet=unet, weights={}), shape, options)) | scores
         rows.append({"stage": number, "network": name, "shape": shape, **row})
-        seconds = f"{row['seconds']:.3f}"
-        print(
-            f"| {name} | {row['parameters'] / 1e6:.2f} | {seconds} | {row['peak_mb']:.0f} | {row['engine']} |",
-            flush=True,
-        )
+        cells = [COLUMNS[key][1].format(row[key]) for key in told]
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
     return rows
+
+
+def trained_scores(
+    number: int, model: Model, name: str, unet: UNetConfig, options: argparse.Namespace
+) -> dict[str, float]:
+    """Mean Dice, worst Dice and mean NSD on real scans of the model with one stage exchanged for a variant."""
+    from validate import validated
+
+    folder = options.train / f"stage{number}" / name.replace(" ", "-")
+    if not (folder / "scores.json").exists():
+        combined = folder / "combined"
+        variant = load_model(train(variant_recipe(number, unet, options), folder, resume=True, quiet=True))
+        exchanged = {"locator": variant.locator} if number == 1 else {"refiner": variant.refiner}
+        save_model(replace(model, **exchanged, notes=variant.notes), combined)
+        validated(combined, options.scans, folder)
+    cases = json.loads((folder / "scores.json").read_text(encoding="utf-8"))
+    lungs = [lung for case in cases for lung in case.get("lungs", [])]
+    dice = [lung["dice"] for lung in lungs]
+    nsd = [lung["nsd_2mm"] for lung in lungs]
+    return {"dice": statistics.mean(dice), "worst": min(dice), "nsd_2mm": statistics.mean(nsd)}
+
+
+def variant_recipe(number: int, unet: UNetConfig, options: argparse.Namespace) -> TrainingConfig:
+    """A stage's recipe for another network and fewer steps; the cases are those of all variants."""
+    config = configs.load(RECIPES / f"stage{number}.toml", TrainingConfig)
+    patch = [n // unet.stride * unet.stride for n in config.optimisation.patch]
+    cases = config.data.initial + options.steps // config.data.steps_per_case
+    data = replace(config.data, validation=0, cases=cases, cache=str(options.train / "cases"))
+    steps = {"steps": options.steps, "validate_every": 10 * options.steps}
+    optimisation = replace(config.optimisation, patch=(patch[0], patch[1], patch[2]), tensorboard=False, **steps)
+    return replace(config, unet=unet, data=data, optimisation=optimisation)
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Real Dice against seconds, a panel a stage; what no other network beats in both is joined by a line."""
+    from matplotlib.figure import Figure
+
+    stages = sorted({row["stage"] for row in rows})
+    figure = Figure(figsize=(5.5 * len(stages), 4), dpi=110, layout="constrained")
+    for place, stage in enumerate(stages, 1):
+        mine = sorted((row for row in rows if row["stage"] == stage), key=lambda row: (row["seconds"], -row["dice"]))
+        title = f"stage {stage}"
+        axes = figure.add_subplot(
+            1, len(stages), place, title=title, xlabel="seconds a forward pass", ylabel="mean Dice"
+        )
+        front: list[dict[str, Any]] = []
+        for row in mine:
+            if not front or row["dice"] > front[-1]["dice"]:
+                front.append(row)
+            axes.annotate(row["network"], (row["seconds"], row["dice"]), (4, 3), textcoords="offset points", fontsize=7)
+        axes.plot([row["seconds"] for row in front], [row["dice"] for row in front], color="0.7", zorder=0)
+        axes.scatter([row["seconds"] for row in mine], [row["dice"] for row in mine], s=18)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
 
 
 def timed(stage: Stage, shape: tuple[int, ...], options: argparse.Namespace) -> dict[str, Any]:
