@@ -176,7 +176,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         mine = sorted((row for row in rows if row["stage"] == stage), key=lambda row: (row["seconds"], -row["dice"]))
         title = f"stage {stage}"
         axes = figure.add_subplot(
-            1, len(stages), place, title=title, xlabel="seconds a forward pass", ylabel="mean Dice"
+            1, len(stages), place, title=title, xlabel="seconds a forward pass", ylabel="mean Dice on real scans"
         )
         front: list[dict[str, Any]] = []
         for row in mine:
