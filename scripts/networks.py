@@ -141,7 +141,7 @@ def trained_scores(
     """Mean Dice, worst Dice and mean NSD on real scans of the model with one stage exchanged for a variant."""
     from validate import validated
 
-    folder = options.train / f"stage{number}" / name.replace(" ", "-")
+    folder = options.train / f"stage{number}-{options.steps}-steps" / name.replace(" ", "-")
     if not (folder / "scores.json").exists():
         combined = folder / "combined"
         variant = load_model(train(variant_recipe(number, unet, options), folder, resume=True, quiet=True))
