@@ -1,9 +1,9 @@
 """How far each lung's mask can be trusted, from what the cascade has at hand when it is done.
 
 Everything is looked up on a coarse lattice in the lung's own box (at most `LATTICE_POINTS` points), so that it costs
-milliseconds and no memory to speak of. Each sign of trouble grows with doubt; a logistic model of few coefficients,
-none of them negative, turns them into the probability that the mask's Dice is at least 0.9. The coefficients belong to
-the weights whose errors they were fitted on (``scripts/calibrate.py``), so they lie with them, in the model's notes.
+milliseconds and no memory to speak of. Each sign of trouble grows with doubt; a linear model, none of whose
+coefficients is negative, turns them into the Dice to expect. The coefficients belong to the weights whose errors they
+were fitted on (``scripts/calibrate.py``), so they lie with them, in the model's notes.
 """
 
 from __future__ import annotations
@@ -103,43 +103,42 @@ NOTABLE: Mapping[str, tuple[float, str]] = {
 
 @dataclass(frozen=True)
 class Calibration:
-    """The logistic model: ``quality = sigmoid(bias - sum of weight * feature)``, see `features`.
+    """The linear model: ``quality = best - sum of weight * feature``, between 0 and 1, see `features`.
 
     Attributes:
-        bias: of a mask without any sign of trouble.
+        best: the quality of a mask without any sign of trouble.
         weights: by sign, none negative; a sign that is not named does not count.
         review_below: masks of a lower quality are to be looked at.
     """
 
-    bias: float
+    best: float
     weights: Mapping[str, float]
     review_below: float
 
     @staticmethod
     def of(model: Model) -> Calibration | None:
-        """The calibration in a model's notes; None for a model that has none, or one of other weights."""
+        """The calibration in a model's notes; None where there is none, or one of other weights or another form."""
         kept = model.notes.get(NOTE)
-        if kept is None or kept["sha256"] != model.sha256:
+        if kept is None or kept["sha256"] != model.sha256 or "best" not in kept:
             return None
-        return Calibration(float(kept["bias"]), dict(kept["weights"]), float(kept["review_below"]))
+        return Calibration(float(kept["best"]), dict(kept["weights"]), float(kept["review_below"]))
 
     def note(self, sha256: str) -> dict[str, Any]:
         """What `of` reads, for the notes of the model with these weights."""
         return {"sha256": sha256, **asdict(self)}
 
     def quality(self, signs: Signs) -> float:
-        """The probability that the mask's Dice is at least 0.9."""
-        doubts = sum(self.contributions(signs).values())
-        return 1 / (1 + math.exp(min(max(doubts - self.bias, -50.0), 50.0)))
+        """The Dice to expect of the mask."""
+        return min(max(self.best - sum(self.contributions(signs).values()), 0.0), 1.0)
 
     def contributions(self, signs: Signs) -> dict[str, float]:
-        """What each sign takes away, in logits."""
+        """What each sign takes away."""
         found = features(signs)
         return {name: weight * found[name] for name, weight in self.weights.items() if name in found}
 
 
 def features(signs: Signs) -> dict[str, float]:
-    """The signs as the logistic model takes them: square roots, so that little trouble counts, and much no more.
+    """The signs as the linear model takes them: square roots, so that little trouble counts, and much no more.
 
     What was ``missed`` counts as it is: some gas near a lung is in no lung anyway.
     """

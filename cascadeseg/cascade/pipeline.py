@@ -57,8 +57,7 @@ class LungResult:
         touches: faces of the scan that the lung touches (``"superior"``, ...): there it may go on outside.
         regrown: how many times its box had to grow.
         box_mm: the extent of its crop in RAS+ mm, ((x, y, z) low, (x, y, z) high); None where stage 1 found no lung.
-        quality: the probability that the mask's Dice is at least 0.9; None without a mask, or for a model without
-            calibration.
+        quality: the Dice to expect of the mask; None without a mask, or for a model without calibration.
         reasons: why the mask should be looked at; none for one that can be trusted.
         signs: what quality and reasons follow from; None without a mask.
     """

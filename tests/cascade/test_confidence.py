@@ -25,7 +25,7 @@ from cascadeseg.labels import LEFT_LUNG, RIGHT_LUNG
 from tests.cascade.chest import chest, chest_grid, thresholding_segmenter, tiny_model, truth
 
 CLEAN = Signs(*[0.0] * len(fields(Signs)))
-CALIBRATION = Calibration(4.0, {"disagreement": 10.0, "doubt": 8.0}, 0.8)
+CALIBRATION = Calibration(0.98, {"disagreement": 0.5, "doubt": 0.4}, 0.9)
 
 
 def parts(shift_mm: float = 0.0, sure: float = 8.0, exchanged: bool = False) -> tuple[Refined, Coarse]:
@@ -107,18 +107,19 @@ def test_an_empty_mask_has_no_signs():
 
 def test_quality_never_grows_with_trouble():
     clean = CALIBRATION.quality(CLEAN)
-    assert clean > 0.95
+    assert clean == CALIBRATION.best
     for name in CALIBRATION.weights:
         worse = [CALIBRATION.quality(replace(CLEAN, **{name: value})) for value in (0.0, 0.01, 0.1, 0.5, 1.0)]
         assert worse == sorted(worse, reverse=True)
-        assert worse[-1] < 0.1
+        assert worse[-1] < 0.6
+    assert CALIBRATION.quality(replace(CLEAN, disagreement=9.0)) == 0
 
 
 def test_the_verdict_follows_the_quality_and_says_why():
     assert judged(CLEAN, CALIBRATION)[1] == ()
     quality, reasons = judged(replace(CLEAN, doubt=0.4), CALIBRATION)
     assert quality is not None
-    assert quality < 0.8
+    assert quality < CALIBRATION.review_below
     assert reasons == (NOTABLE["doubt"][1],)
     # Trouble that is nowhere large: the largest share of it is named.
     assert judged(replace(CLEAN, disagreement=0.12, doubt=0.05), CALIBRATION)[1] == (NOTABLE["disagreement"][1],)
@@ -130,6 +131,7 @@ def test_a_model_keeps_its_calibration_in_its_notes():
     assert Calibration.of(noted) == CALIBRATION
     assert Calibration.of(replace(noted, sha256="2" * 64)) is None, "other weights make other errors"
     assert Calibration.of(model) is None
+    assert Calibration.of(replace(model, notes={NOTE: {"sha256": model.sha256, "bias": 4.0}})) is None, "as once fitted"
 
 
 def test_the_shorter_lung_is_noted_and_not_the_taller():
