@@ -16,6 +16,7 @@ from cascadeseg.cascade.crop import settle_sides
 from cascadeseg.cascade.locate import locate
 from cascadeseg.cascade.pipeline import Segmenter
 from cascadeseg.cascade.resample import resample_volume
+from cascadeseg.errors import ScanError
 from cascadeseg.formats.scan import Scan
 from cascadeseg.geometry import Grid
 from cascadeseg.labels import IGNORE, LUNGS
@@ -75,7 +76,15 @@ def _segmenter(config: TrainingConfig, state: State, device: torch.device) -> Ca
     model = model_of(config, state)
     if config.stage == 2:
         cascade = Segmenter(model, device=str(device))
-        return lambda scan: cascade.segment(scan).labels
+
+        def segmented(scan: Scan) -> LabelMap:
+            """Nothing where the cascade refuses, as it does when a locator of few steps sees a lung of 20 litres."""
+            try:
+                return cascade.segment(scan).labels
+            except ScanError:
+                return np.zeros(scan.grid.shape, np.uint8)
+
+        return segmented
     engine = Engine(model.locator, device)
 
     def located(scan: Scan) -> LabelMap:

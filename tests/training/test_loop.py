@@ -20,7 +20,7 @@ import torch
 from cascadeseg import config as configs
 from cascadeseg.cascade.pipeline import Segmenter
 from cascadeseg.cli import main
-from cascadeseg.errors import ConfigError, DeviceError, ModelError
+from cascadeseg.errors import ConfigError, DeviceError, ModelError, ScanError
 from cascadeseg.formats import read_labels
 from cascadeseg.labels import LUNGS
 from cascadeseg.network import UNet, UNetConfig, View, load_model
@@ -69,6 +69,16 @@ def test_both_stages_train_on_a_folder_and_infer_takes_the_model(folder, tmp_pat
     expected = {"config.toml", "environment.json", "split.json", "metrics.jsonl", "checkpoint.pt", "best", "model"}
     assert files == expected | {"samples", "cases"}
     assert (tmp_path / "two" / "samples" / "step_000090.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_patient_that_the_cascade_refuses_counts_as_missed_and_training_goes_on(folder, tmp_path, monkeypatch):
+    def refuses(self, scan):
+        raise ScanError(scan.source, "a left lung of 21 litres", "10 litres at most", "correct the spacing")
+
+    locator = run(stage1(folder, steps=1), tmp_path / "one")
+    monkeypatch.setattr(Segmenter, "segment", refuses)
+    run(stage2(folder, locator, steps=3), tmp_path / "two")
+    assert lines(tmp_path / "two")[-1]["validation_dice"] == 0
 
 
 @pytest.mark.slow
