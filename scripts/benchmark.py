@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import platform
 import shutil
@@ -267,18 +268,24 @@ def _part(name: str, scans: Sequence[Path], options: argparse.Namespace, *more: 
 
 
 def _synthetic_scan(folder: Path, slices: int) -> Path:
+    """A scan, made where it is not there yet; by another process, as those measured start with the peak of this one."""
+    path = folder / f"synthetic_{'x'.join(map(str, (*ACROSS, slices)))}.nii.gz"
+    if not path.exists():
+        sys.stderr.write(f"making {path}\n")
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            pool.apply(_make_scan, (path, slices))
+    return path
+
+
+def _make_scan(path: Path, slices: int) -> None:
     """A chest about the middle of the volume, with the noise and the file size of a real scan."""
-    shape = (*ACROSS, slices)
-    path = folder / f"synthetic_{'x'.join(map(str, shape))}.nii.gz"
-    if path.exists():
-        return path
     import numpy as np
 
     from cascadeseg.formats import write_scan
     from cascadeseg.geometry import Box, Grid
     from cascadeseg.synthesis import PRESETS, render, sample_patient
 
-    sys.stderr.write(f"making {path}\n")
+    shape = (*ACROSS, slices)
     patient = sample_patient(SEED, PRESETS["healthy"])
     seen = patient.field_of_view(SPACING_MM)
     centre = seen.world((np.asarray(seen.shape) - 1) / 2)
@@ -289,7 +296,6 @@ def _synthetic_scan(folder: Path, slices: int) -> Path:
         slab = Box((0, 0, z), (*ACROSS, min(z + SLAB, slices)))
         voxels[slab.slices] = render(patient, grid.cropped(slab)).hu.round().numpy()
     write_scan(voxels, grid, path)
-    return path
 
 
 def _copies(scan: Path, folder: Path, count: int) -> Path:
