@@ -68,7 +68,7 @@ def _descended(network: UNet, level: int, x: Image, dtype: torch.dtype) -> tuple
 def _ascended(network: UNet, level: int, lower: Tensor, skip: Tensor, finish: Finish, dtype: torch.dtype) -> Tensor:
     """A level's features on the way up; of level 0 what ``finish`` makes of the logits."""
     blocks = [_Block(block) for block in network.decoder[level].children()]
-    whole = _Whole(skip.shape[3] * cell_of(network.config, level))
+    whole = _Whole(skip.shape[3] * cell_of(network.config, level), channels_last=level > 0)
     for z, last in _pieces(skip, network, level, 1):
         half = slice(z.start // 2, z.stop // 2)
         piece = network.joined(level, _batch(lower[..., half], dtype), _batch(skip[..., z], dtype))
@@ -153,14 +153,16 @@ class _Pairs:
 
 
 class _Whole:
-    """What a stream gives, put together."""
+    """What a stream gives, put together; features keep their channels last, as the next piece of work wants them."""
 
-    def __init__(self, depth: int) -> None:
-        self.depth, self.filled = depth, 0
+    def __init__(self, depth: int, channels_last: bool = True) -> None:
+        self.depth, self.channels_last, self.filled = depth, channels_last, 0
 
     def add(self, piece: Tensor) -> None:
         """The next slices, (C, X, Y, z)."""
         if not self.filled:
-            self.tensor = torch.empty((*piece.shape[:3], self.depth), dtype=piece.dtype)
+            shape = (1, *piece.shape[:3], self.depth)
+            order = torch.channels_last_3d if self.channels_last else torch.contiguous_format
+            self.tensor = torch.empty(shape, dtype=piece.dtype, memory_format=order)[0]
         self.tensor[..., self.filled : self.filled + piece.shape[3]] = piece
         self.filled += piece.shape[3]
