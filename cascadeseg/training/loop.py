@@ -208,6 +208,8 @@ def _validate_here(run: Run, log: Log) -> None:
     line = ", ".join(f"{name} {value:.4g}" for name, value in validated.scores.items())
     log.note(state.step, {f"validation_{name}": value for name, value in validated.scores.items()})
     log.tell(f"step {state.step}: {line}")
+    for reason in validated.refused:
+        log.tell(f"validation counts as missed: {reason}")
     picture = run.output / "samples" / f"step_{state.step:06d}.png"
     save_picture(validated, picture, f"step {state.step}: {line}")
     log.picture(state.step, picture)

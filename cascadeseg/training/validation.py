@@ -37,11 +37,14 @@ class Validated:
         scores: mean Dice, and where they can be had NSD (2 mm) and HD95, per lung; ``dice`` is the mean of both.
         scan: of the first patient.
         labels: what the cascade made of it.
+        refused: why the cascade refused patients, which count as missed: a locator of few steps may see a lung of 20
+            litres.
     """
 
     scores: dict[str, float]
     scan: Scan
     labels: LabelMap
+    refused: tuple[str, ...] = ()
 
 
 def model_of(config: TrainingConfig, state: State) -> Model:
@@ -58,10 +61,15 @@ def validate(config: TrainingConfig, state: State, data: Data, device: torch.dev
     """Segments the held-out patients; None where there are none."""
     segment = _segmenter(config, state, device)
     scores: dict[str, list[float]] = {}
+    refused: list[str] = []
     shown = None
     for patient in data.validation:
         scan, reference = data.store.whole(patient)
-        labels = segment(scan)
+        try:
+            labels = segment(scan)
+        except ScanError as error:
+            refused.append(str(error))
+            labels = np.zeros(scan.grid.shape, np.uint8)
         for name, value in _scores(labels, reference, scan.grid).items():
             scores.setdefault(name, []).append(value)
         shown = shown or (scan, labels)
@@ -69,22 +77,14 @@ def validate(config: TrainingConfig, state: State, data: Data, device: torch.dev
         return None
     means = {name: float(np.mean(values)) for name, values in sorted(scores.items())}
     sides = [value for name, value in means.items() if name.startswith("dice_")]
-    return Validated({"dice": float(np.mean(sides)) if sides else math.nan} | means, *shown)
+    return Validated({"dice": float(np.mean(sides)) if sides else math.nan} | means, *shown, tuple(refused))
 
 
 def _segmenter(config: TrainingConfig, state: State, device: torch.device) -> Callable[[Scan], LabelMap]:
     model = model_of(config, state)
     if config.stage == 2:
         cascade = Segmenter(model, device=str(device))
-
-        def segmented(scan: Scan) -> LabelMap:
-            """Nothing where the cascade refuses, as it does when a locator of few steps sees a lung of 20 litres."""
-            try:
-                return cascade.segment(scan).labels
-            except ScanError:
-                return np.zeros(scan.grid.shape, np.uint8)
-
-        return segmented
+        return lambda scan: cascade.segment(scan).labels
     engine = Engine(model.locator, device)
 
     def located(scan: Scan) -> LabelMap:

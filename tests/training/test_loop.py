@@ -71,14 +71,17 @@ def test_both_stages_train_on_a_folder_and_infer_takes_the_model(folder, tmp_pat
     assert (tmp_path / "two" / "samples" / "step_000090.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_a_patient_that_the_cascade_refuses_counts_as_missed_and_training_goes_on(folder, tmp_path, monkeypatch):
+def test_a_patient_that_the_cascade_refuses_counts_as_missed_and_training_goes_on(
+    folder, tmp_path, monkeypatch, capsys
+):
     def refuses(self, scan):
         raise ScanError(scan.source, "a left lung of 21 litres", "10 litres at most", "correct the spacing")
 
     locator = run(stage1(folder, steps=1), tmp_path / "one")
     monkeypatch.setattr(Segmenter, "segment", refuses)
-    run(stage2(folder, locator, steps=3), tmp_path / "two")
+    train(stage2(folder, locator, steps=3), tmp_path / "two", device="cpu")
     assert lines(tmp_path / "two")[-1]["validation_dice"] == 0
+    assert re.search(r"validation counts as missed: .*a left lung of 21 litres", capsys.readouterr().err)
 
 
 @pytest.mark.slow
