@@ -64,8 +64,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400, help="with --train: of each variant; default 400")
     parser.add_argument("--figure", type=Path, help="with --train: Dice against seconds, as a picture")
     options = parser.parse_args()
-    if options.train and not options.scans:
-        parser.error("--train needs --scans to score on")
+    if options.train and not (options.variants and options.scans):
+        parser.error("--train needs --variants, and --scans to score on")
+    if options.figure and not options.train:
+        parser.error("--figure needs --train")
     model = load_model(options.model)
     rows: list[dict[str, Any]] = []
     for number, stage in ((1, model.locator), (2, model.refiner)):
