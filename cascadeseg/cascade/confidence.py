@@ -138,12 +138,8 @@ class Calibration:
 
 
 def features(signs: Signs) -> dict[str, float]:
-    """The signs as the linear model takes them: square roots, so that little trouble counts, and much no more.
-
-    What was ``missed`` counts as it is: some gas near a lung is in no lung anyway.
-    """
-    found = {name: max(float(value), 0.0) for name, value in asdict(signs).items()}
-    return {name: value if name == "missed" else math.sqrt(value) for name, value in found.items()}
+    """The signs as the linear model takes them: square roots, so that little trouble counts, and much no more."""
+    return {name: math.sqrt(max(value, 0.0)) for name, value in asdict(signs).items()}
 
 
 def judged(signs: Signs, calibration: Calibration | None) -> tuple[float | None, tuple[str, ...]]:
