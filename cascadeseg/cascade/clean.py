@@ -1,4 +1,4 @@
-"""Small components out, holes in: what no lung has, inside each lung's own box."""
+"""Small and unseen components out, holes in: what no lung has, inside each lung's own box."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import cc3d
 import fill_voids
 import numpy as np
 import numpy.typing as npt
+import torch
 
+from cascadeseg.cascade.locate import Coarse
 from cascadeseg.cascade.merge import Labels
 from cascadeseg.geometry import Box, Grid, canonical_view
 from cascadeseg.labels import BACKGROUND, Label
@@ -17,18 +19,23 @@ Mask = npt.NDArray[np.bool_]
 
 SMALLEST_PART_ML = 2.0
 SMALLEST_PART_SHARE = 0.02
+SMALLEST_SEEN_SHARE = 0.1
+"""Of the share of the best seen part that stage 1 takes for lung."""
 
 
-def clean(labels: Labels, regions: Sequence[tuple[Label, Box]], grid: Grid) -> Labels:
+def clean(labels: Labels, regions: Sequence[tuple[Label, Box]], grid: Grid, coarse: Coarse) -> Labels:
     """Cleans a label map in place and returns it.
 
     Of each lung the parts stay that are large enough (a lung cut by the field of view, or by a band of consolidation
-    in thick slices, may be in several parts), and holes that lung surrounds entirely (vessels, dense disease) are lung.
+    in thick slices, may be in several parts) and in which stage 1 saw lung too: from within one box the foam of a couch
+    looks like a lung, over the whole scan it does not. Holes that lung surrounds entirely (vessels, dense disease) are
+    lung.
 
     Args:
         labels: (X, Y, Z) on ``grid``.
         regions: the box of each lung on the canonical grid.
         grid: the scan's own.
+        coarse: stage 1's opinion.
     """
     view = canonical_view(labels, grid)
     for label, box in regions:
@@ -36,16 +43,32 @@ def clean(labels: Labels, regions: Sequence[tuple[Label, Box]], grid: Grid) -> L
         lung = np.asfortranarray(region == label.value)
         if not lung.any():
             continue
-        kept = fill_voids.fill(_large_parts(lung, grid.voxel_volume_ml))
+        kept = fill_voids.fill(_parts(lung, grid.canonical().cropped(box), coarse))
         region[lung & ~kept] = BACKGROUND
         region[kept & (region == BACKGROUND)] = label.value
     return labels
 
 
-def _large_parts(lung: Mask, voxel_ml: float) -> Mask:
+def _parts(lung: Mask, grid: Grid, coarse: Coarse) -> Mask:
+    """What is large enough, and seen by both stages, of a lung on a canonical grid."""
     components = cc3d.connected_components(lung, connectivity=6)
-    sizes = cc3d.statistics(components)["voxel_counts"].astype(np.float64)
+    sizes = cc3d.statistics(components)["voxel_counts"] * grid.voxel_volume_ml
     sizes[0] = 0
-    smallest = min(sizes.max(), max(SMALLEST_PART_ML / voxel_ml, SMALLEST_PART_SHARE * sizes.max()))
-    kept: Mask = (sizes >= smallest)[components]
-    return kept
+    kept = sizes >= min(sizes.max(), max(SMALLEST_PART_ML, SMALLEST_PART_SHARE * sizes.max()))
+    if kept.sum() > 1:
+        shares = _seen_ml(components, len(sizes), grid, coarse) / np.maximum(sizes, SMALLEST_PART_ML)
+        kept &= shares >= SMALLEST_SEEN_SHARE * shares[kept].max()
+    mask: Mask = kept[components]
+    return mask
+
+
+def _seen_ml(
+    components: npt.NDArray[np.unsignedinteger], count: int, grid: Grid, coarse: Coarse
+) -> npt.NDArray[np.float64]:
+    """How much of each of ``count`` components stage 1 takes for either lung, ml."""
+    box = grid.covering(Box.whole(grid.shape), coarse.grid).clipped(coarse.grid.shape)
+    seen = torch.nonzero(coarse.lungs[:, *box.slices].sum(dim=0) > 0.5).cpu().numpy()
+    index = np.rint(grid.index(coarse.grid.cropped(box).world(seen))).astype(np.int64)
+    inside = index[((index >= 0) & (index < grid.shape)).all(axis=1)]
+    voxels = np.bincount(components[tuple(inside.T)], minlength=count)
+    return voxels.astype(np.float64) * coarse.grid.voxel_volume_ml

@@ -211,7 +211,7 @@ class Segmenter:
         with clock.step("merge", 0.8):
             labels = merge(lungs, scan.grid)
         with clock.step("clean", 0.9):
-            clean(labels, [(lung.lung.label, box_on(lung, canonical.grid)) for lung in lungs], scan.grid)
+            clean(labels, [(lung.lung.label, box_on(lung, canonical.grid)) for lung in lungs], scan.grid, coarse)
         return labels, _Traces(lungs, coarse)
 
     def _went_on(self) -> tuple[str, ...]:
