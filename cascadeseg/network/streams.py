@@ -71,7 +71,7 @@ def _ascended(network: UNet, level: int, lower: Tensor, skip: Tensor, finish: Fi
     whole = _Whole(skip.shape[3] * cell_of(network.config, level), channels_last=level > 0)
     for z, last in _pieces(skip, network, level, 1):
         half = slice(z.start // 2, z.stop // 2)
-        piece = network.joined(level, _batch(lower[..., half], dtype), _batch(skip[..., z], dtype))
+        piece = network.joined(level, _batch(lower[..., half], dtype), skip[None, ..., z])
         for block in blocks:
             piece = block(piece, last)
         whole.add(finish(network.headed(piece)[0].float()) if level == 0 else piece[0])
