@@ -8,7 +8,6 @@ import cc3d
 import fill_voids
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from cascadeseg.cascade.locate import Coarse, found_in
 from cascadeseg.cascade.merge import Labels
@@ -65,10 +64,14 @@ def _parts(lung: Mask, grid: Grid, coarse: Coarse) -> Mask:
 def _seen_ml(
     components: npt.NDArray[np.unsignedinteger], count: int, grid: Grid, coarse: Coarse
 ) -> npt.NDArray[np.float64]:
-    """How much of each of ``count`` components stage 1 takes for either lung, ml."""
+    """How much of each of ``count`` components stage 1 takes for either lung, ml.
+
+    Both grids have the same directions: the voxels nearest to those of stage 1 lie on three lists of planes.
+    """
     box = grid.covering(Box.whole(grid.shape), coarse.grid).clipped(coarse.grid.shape)
-    seen = torch.nonzero(found_in(coarse.lungs[:, *box.slices])).cpu().numpy()
-    index = np.rint(grid.index(coarse.grid.cropped(box).world(seen))).astype(np.int64)
-    inside = index[((index >= 0) & (index < grid.shape)).all(axis=1)]
-    voxels = np.bincount(components[tuple(inside.T)], minlength=count)
-    return voxels.astype(np.float64) * coarse.grid.voxel_volume_ml
+    near = coarse.grid.cropped(box)
+    diagonal = np.repeat(np.arange(max(near.shape))[:, None], 3, axis=1)
+    nearest = np.rint(grid.index(near.world(diagonal))).astype(np.int64).clip(0, np.subtract(grid.shape, 1))
+    sampled = components[np.ix_(*(nearest[: near.shape[axis], axis] for axis in range(3)))]
+    voxels = np.bincount(sampled[found_in(coarse.lungs[:, *box.slices]).numpy(force=True)], minlength=count)
+    return voxels.astype(np.float64) * near.voxel_volume_ml
