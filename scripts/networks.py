@@ -20,6 +20,8 @@ import json
 import multiprocessing
 import statistics
 import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -127,19 +129,23 @@ def measured_variants(
     for name, unet in variants(stage.unet).items():
         if options.only and name not in options.only:
             continue
-        scores = trained_scores(number, model, name, unet, options) if options.train else {}
-        # A new process for each: peak memory cannot be set back.
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            row = pool.apply(timed, (replace(stage, unet=unet, weights={}), shape, options)) | scores
+        scores = apart(trained_scores, number, model, name, unet, options) if options.train else {}
+        row = apart(timed, replace(stage, unet=unet, weights={}), shape, options) | scores
         rows.append({"stage": number, "network": name, "shape": shape, **row})
         cells = [COLUMNS[key][1].format(row[key]) for key in told]
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
     return rows
 
 
+def apart(function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
+    """Calls a function in a new process: peak memory cannot be set back, and a child's begins at its parent's."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+        return process.submit(function, *arguments).result()
+
+
 def trained_scores(
     number: int, model: Model, name: str, unet: UNetConfig, options: argparse.Namespace
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Mean Dice, worst Dice and mean NSD on real scans of the model with one stage exchanged for a variant."""
     from validate import validated
 
