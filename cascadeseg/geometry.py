@@ -160,6 +160,11 @@ class Grid:
         stop = np.ceil(there.max(axis=0) + 0.5 - 1e-6).astype(int)
         return Box(_shape(start), _shape(stop))
 
+    def nearest(self, other: Grid) -> tuple[npt.NDArray[np.int64], ...]:
+        """Along each axis the voxels nearest to those of ``other`` (same directions); may lie outside."""
+        low, high = self.index(other.world([(0, 0, 0), [n - 1 for n in other.shape]]))
+        return tuple(np.rint(np.linspace(low[a], high[a], other.shape[a])).astype(np.int64) for a in range(3))
+
     def matches(self, other: Grid, tolerance_mm: float = 1e-3) -> bool:
         """Whether both grids have one shape and put every corner within ``tolerance_mm`` of each other."""
         if self.shape != other.shape:

@@ -103,6 +103,15 @@ def test_covering_covers_and_not_much_more() -> None:
     assert (np.asarray(cover.stop) - 1.5 < edges.max(axis=0) + 1e-6).all()
 
 
+def test_nearest_are_the_voxels_nearest_to_each_sample_of_another_grid() -> None:
+    grid = Grid.axis_aligned((10, 20, 30), (1, 2, 3), (5, 0, 0))
+    other = Grid.axis_aligned((4, 1, 3), (3, 2, 2), (2.2, 7, 10))
+    x, y, z = grid.nearest(other)
+    assert x.tolist() == [-3, 0, 3, 6]
+    assert y.tolist() == [4]
+    assert z.tolist() == [3, 4, 5]
+
+
 def test_covering_on_the_same_grid_is_the_box() -> None:
     grid, box = oblique_grid(), Box((1, 2, 3), (8, 9, 6))
     assert grid.covering(box, grid) == box

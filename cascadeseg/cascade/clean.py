@@ -64,14 +64,10 @@ def _parts(lung: Mask, grid: Grid, coarse: Coarse) -> Mask:
 def _seen_ml(
     components: npt.NDArray[np.unsignedinteger], count: int, grid: Grid, coarse: Coarse
 ) -> npt.NDArray[np.float64]:
-    """How much of each of ``count`` components stage 1 takes for either lung, ml.
-
-    Both grids have the same directions: the voxels nearest to those of stage 1 lie on three lists of planes.
-    """
+    """How much of each of ``count`` components stage 1 takes for either lung, ml."""
     box = grid.covering(Box.whole(grid.shape), coarse.grid).clipped(coarse.grid.shape)
     near = coarse.grid.cropped(box)
-    diagonal = np.repeat(np.arange(max(near.shape))[:, None], 3, axis=1)
-    nearest = np.rint(grid.index(near.world(diagonal))).astype(np.int64).clip(0, np.subtract(grid.shape, 1))
-    sampled = components[np.ix_(*(nearest[: near.shape[axis], axis] for axis in range(3)))]
+    rows = (row.clip(0, n - 1) for row, n in zip(grid.nearest(near), grid.shape, strict=True))
+    sampled = components[np.ix_(*rows)]
     voxels = np.bincount(sampled[found_in(coarse.lungs[:, *box.slices]).numpy(force=True)], minlength=count)
     return voxels.astype(np.float64) * near.voxel_volume_ml

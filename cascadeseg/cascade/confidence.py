@@ -232,8 +232,7 @@ def lattice_of(lung: LungBox) -> Grid:
 
 def _sampled(array: Tensor | Values, grid: Grid, lattice: Grid, outside: float) -> Values:
     """(lattice) the nearest values of an array whose grid has the lattice's directions."""
-    ends = grid.index(lattice.world([(0, 0, 0), [n - 1 for n in lattice.shape]]))
-    rows = [np.rint(np.linspace(ends[0, a], ends[1, a], lattice.shape[a])).astype(np.int64) for a in range(3)]
+    rows = grid.nearest(lattice)
     used = [(row >= 0) & (row < n) for row, n in zip(rows, grid.shape, strict=True)]
     values: Values = np.full(lattice.shape, outside, dtype=np.float32)
     taken = _taken(array, [row[keep] for row, keep in zip(rows, used, strict=True)])
