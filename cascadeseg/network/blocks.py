@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Literal
+from functools import cache
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 from torch.utils.checkpoint import checkpoint
@@ -19,12 +21,13 @@ Norm = Literal["batch", "instance"]
 
 
 class ConvNorm(nn.Module):
-    """A convolution (no bias) and its normalisation; in evaluation a BatchNorm can be folded into the convolution."""
+    """A convolution (no bias), its normalisation and what follows; in evaluation a BatchNorm can be folded into it."""
 
     def __init__(self, inputs: int, outputs: int, kernel: int, norm: Norm, stride: int = 1) -> None:
         super().__init__()
         padding = (kernel - stride + 1) // 2
         self.convolution = nn.Conv3d(inputs, outputs, kernel, stride, padding, bias=False)
+        self.one_pass = False
         self.norm: nn.Module
         if norm == "batch":
             # Patches are few and large, so statistics move slowly.
@@ -32,16 +35,71 @@ class ConvNorm(nn.Module):
         else:
             self.norm = nn.InstanceNorm3d(outputs, affine=True)
 
-    def fold(self) -> None:
-        """Folds a BatchNorm in evaluation mode into the convolution's weights and bias."""
+    def fold(self, one_pass: bool = False) -> None:
+        """Folds a BatchNorm in evaluation mode into the convolution's weights and bias.
+
+        Args:
+            one_pass: from then on sum and ReLU are done in the convolution's own pass; see `has_one_pass`.
+        """
         if isinstance(self.norm, nn.BatchNorm3d):
             self.convolution = fuse_conv_bn_eval(self.convolution, self.norm)
             self.norm = nn.Identity()
+            self.one_pass = one_pass
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, inputs, X, Y, Z) to (B, outputs, X / stride, ...)."""
-        result: Tensor = self.norm(self.convolution(x))
+    def forward(self, x: Tensor, *, plus: Tensor | None = None, relu: bool = False, padding: Any = None) -> Tensor:
+        """(B, inputs, X, Y, Z) to (B, outputs, X / stride, ...).
+
+        Args:
+            x: (B, inputs, X, Y, Z).
+            plus: added to the result, of the same shape; in one pass it is overwritten.
+            relu: negative values become zero.
+            padding: of the axes, where it is not the layer's own.
+        """
+        convolution = self.convolution
+        padding = convolution.padding if padding is None else padding
+        if self.one_pass and relu and (plus is None or (_channels_last(x) and _channels_last(plus))):
+            return _in_one_pass(convolution, x, plus, padding)
+        y = self.norm(F.conv3d(x, convolution.weight, convolution.bias, convolution.stride, padding))
+        if plus is not None:
+            y = y + plus
+        result: Tensor = F.relu_(y) if relu else y
         return result
+
+
+def _channels_last(x: Tensor) -> bool:
+    """As oneDNN's sums want it, and not by chance, as a single channel or a single voxel lies both ways."""
+    return x.is_contiguous(memory_format=torch.channels_last_3d) and not x.is_contiguous()
+
+
+def _in_one_pass(convolution: nn.Conv3d, x: Tensor, plus: Tensor | None, padding: Any) -> Tensor:
+    """ReLU of a convolution, and of something added to it, in whose place: by oneDNN, while it writes the result."""
+    how = (convolution.weight, convolution.bias, padding, convolution.stride, convolution.dilation, convolution.groups)
+    operations: Any = torch.ops.mkldnn
+    result: Tensor
+    if plus is None:
+        result = operations._convolution_pointwise(x, *how, "relu", [], None)
+    else:
+        result = operations._convolution_pointwise_.binary(plus, x, *how, "add", 1.0, "relu", [], None)
+    return result
+
+
+@cache
+def has_one_pass(dtype: torch.dtype) -> bool:
+    """Whether this machine's torch has oneDNN's convolution with sum and ReLU, and it does what it should.
+
+    It is what torch's compiler makes of such layers, and no public function: so it is tried out, and nothing but speed
+    depends on it. By itself torch writes the result, reads it for the sum, and reads and writes it for the ReLU; on a
+    CPU these passes take as long as slim convolutions.
+    """
+    layer = nn.Conv3d(16, 16, 1).to(dtype).to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
+    x = torch.linspace(-1, 1, 16 * 27).to(dtype).reshape(1, 3, 3, 3, 16).permute(0, 4, 1, 2, 3)
+    try:
+        with torch.inference_mode():
+            wanted = [F.relu(layer(x)), F.relu(layer(x) + x)]
+            given = [_in_one_pass(layer, x, plus, (0, 0, 0)) for plus in (None, x.clone())]
+    except (AttributeError, RuntimeError):
+        return False
+    return all(torch.allclose(a, b, rtol=0.02, atol=0.02) for a, b in zip(wanted, given, strict=True))
 
 
 class ResidualBlock(nn.Module):
@@ -51,12 +109,10 @@ class ResidualBlock(nn.Module):
         super().__init__()
         self.first = ConvNorm(channels, channels, 3, norm)
         self.second = ConvNorm(channels, channels, 3, norm)
-        self.activation = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, X, Y, Z) to the same shape."""
-        y = self.second(self.activation(self.first(x)))
-        result: Tensor = self.activation(y + x)
+        result: Tensor = self.second(self.first(x, relu=True), plus=x, relu=True)
         return result
 
 
@@ -69,13 +125,11 @@ class BottleneckBlock(nn.Module):
         self.reduce = ConvNorm(channels, narrow, 1, norm)
         self.middle = ConvNorm(narrow, narrow, 3, norm)
         self.expand = ConvNorm(narrow, channels, 1, norm)
-        self.activation = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, X, Y, Z) to the same shape."""
-        y = self.activation(self.reduce(x))
-        y = self.activation(self.middle(y))
-        result: Tensor = self.activation(self.expand(y) + x)
+        y = self.middle(self.reduce(x, relu=True), relu=True)
+        result: Tensor = self.expand(y, plus=x, relu=True)
         return result
 
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cascadeseg.errors import DeviceError
+from cascadeseg.network.blocks import has_one_pass
 from cascadeseg.network.levels import Finish, Image, Layers, Slab, put, streamed_levels, unchanged
 from cascadeseg.network.model import Stage
 from cascadeseg.network.streams import in_streams
@@ -76,8 +77,8 @@ class Engine:
         self.device = device
         self.precision = fast_precision(device) if precision == "auto" else precision
         network = stage.network()
-        network.fold()
         self._dtype = DTYPES[self.precision]
+        network.fold(one_pass=device.type == "cpu" and has_one_pass(self._dtype))
         self._network = network.to(device, self._dtype).to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
 
     @torch.inference_mode()

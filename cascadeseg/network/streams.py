@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cascadeseg.memory import give_back_freed_memory
-from cascadeseg.network.blocks import BottleneckBlock, ConvNorm, ResidualBlock, space_to_depth
+from cascadeseg.network.blocks import BottleneckBlock, ResidualBlock, space_to_depth
 from cascadeseg.network.levels import NARROWER, Finish, Image, cell_of, convolutions_of, streamed_levels
 from cascadeseg.network.unet import UNet
 
@@ -22,6 +21,8 @@ PIECE_VOXELS = 500_000
 """Voxels of the image that are in work at any one time, about: fewer take less memory and more time."""
 THINNEST_PIECE = 8
 """Samples along z; of thinner pieces too much would be remembered slices."""
+FLAT = (1, 1, 0)
+"""Padding of convolutions whose neighbours along z are there."""
 
 
 def in_streams(network: UNet, image: Image, finish: Finish, dtype: torch.dtype, level: int = 0) -> Tensor:
@@ -38,7 +39,7 @@ def in_streams(network: UNet, image: Image, finish: Finish, dtype: torch.dtype, 
         (any, X, Y, Z): what ``finish`` makes of the logits; of other levels their features.
     """
     if level == streamed_levels(network.config):
-        return network.beneath(level, _batch(image[..., :], dtype))[0]
+        return network.beneath(level, _channels_last(image[..., :][None].to(dtype)))[0]
     skip, lower = _descended(network, level, image, dtype)
     del image
     give_back_freed_memory()
@@ -50,18 +51,19 @@ def in_streams(network: UNet, image: Image, finish: Finish, dtype: torch.dtype, 
 def _descended(network: UNet, level: int, x: Image, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """A level's skip, and the input of the next one."""
     cell = cell_of(network.config, level)
-    stem = _Convolution(network.stem) if level == 0 else None
+    window = _Window() if level == 0 else None
     blocks = [_Block(block) for block in network.encoder[level].children()]
     pairs = _Pairs()
     skip, lower = _Whole(x.shape[3] // cell), _Whole(x.shape[3] // cell // 2)
     for z, last in _pieces(x, network, level, cell):
-        piece = _batch(x[..., z], dtype)
-        if stem:
-            piece = F.relu_(stem(space_to_depth(piece) if cell == 2 else piece, last))
+        piece = x[..., z][None].to(dtype)
+        piece = _channels_last(space_to_depth(piece) if cell == 2 else piece)
+        if window:
+            piece = network.stem(window(piece, last), relu=True, padding=FLAT)
         for block in blocks:
             piece = block(piece, last)
         skip.add(piece[0])
-        lower.add(network.activation(network.down[level](pairs(piece)))[0])
+        lower.add(network.down[level](pairs(piece), relu=True)[0])
     return skip.tensor, lower.tensor
 
 
@@ -71,7 +73,7 @@ def _ascended(network: UNet, level: int, lower: Tensor, skip: Tensor, finish: Fi
     whole = _Whole(skip.shape[3] * cell_of(network.config, level), channels_last=level > 0)
     for z, last in _pieces(skip, network, level, 1):
         half = slice(z.start // 2, z.stop // 2)
-        piece = network.joined(level, _batch(lower[..., half], dtype), skip[None, ..., z])
+        piece = network.joined(level, _channels_last(lower[None, ..., half]), skip[None, ..., z])
         for block in blocks:
             piece = block(piece, last)
         whole.add(finish(network.headed(piece)[0].float()) if level == 0 else piece[0])
@@ -91,24 +93,21 @@ def _pieces(x: Image, network: UNet, level: int, cell: int) -> Iterator[tuple[sl
         yield slice(start, min(start + length, depth)), start + length >= depth
 
 
-def _batch(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x[None].to(dtype).contiguous(memory_format=torch.channels_last_3d)
+def _channels_last(x: Tensor) -> Tensor:
+    return x.contiguous(memory_format=torch.channels_last_3d)
 
 
-class _Convolution:
-    """A folded 3x3x3 convolution; what it gives lags a slice behind what it gets."""
+class _Window:
+    """What a 3x3x3 convolution sees: what it gives, unpadded along z, lags a slice behind what it gets."""
 
-    def __init__(self, layer: nn.Module) -> None:
-        if not isinstance(layer, ConvNorm):
-            raise TypeError(f"no stream of {type(layer).__name__}")
-        self.convolution = layer.convolution
+    def __init__(self) -> None:
         self.seen: Tensor | None = None
 
     def __call__(self, x: Tensor, last: bool) -> Tensor:
         edge = torch.zeros_like(x[..., :1])
         x = torch.cat([edge if self.seen is None else self.seen, x, *([edge] if last else [])], dim=4)
         self.seen = x[..., -2:].clone()
-        return F.conv3d(x, self.convolution.weight, self.convolution.bias, padding=(1, 1, 0))
+        return x
 
 
 class _Block:
@@ -118,24 +117,27 @@ class _Block:
         if not isinstance(block, ResidualBlock | BottleneckBlock):
             raise TypeError(f"no stream of {type(block).__name__}")
         self.block = block
-        wide = [block.first, block.second] if isinstance(block, ResidualBlock) else [block.middle]
-        self.convolutions = [_Convolution(layer) for layer in wide]
+        self.windows = [_Window(), _Window()]
         self.waiting: Tensor | None = None
 
     def __call__(self, x: Tensor, last: bool) -> Tensor:
-        if isinstance(self.block, ResidualBlock):
-            first, second = self.convolutions
-            y = second(F.relu_(first(x, last)), last)
+        first, second = self.windows
+        block = self.block
+        result: Tensor
+        if isinstance(block, ResidualBlock):
+            y = second(block.first(first(x, last), relu=True, padding=FLAT), last)
+            result = block.second(y, plus=self._caught_up(x, y.shape[4] - 2), relu=True, padding=FLAT)
         else:
-            middle = self.convolutions[0](F.relu_(self.block.reduce(x)), last)
-            y = self.block.expand(F.relu_(middle))
-        late = 0
-        if self.waiting is not None:
-            late = self.waiting.shape[4]
-            y[..., :late] += self.waiting
-        y[..., late:] += x[..., : y.shape[4] - late]
-        self.waiting = x[..., y.shape[4] - late :].clone()
-        return F.relu_(y)
+            y = block.middle(first(block.reduce(x, relu=True), last), relu=True, padding=FLAT)
+            result = block.expand(y, plus=self._caught_up(x, y.shape[4]), relu=True)
+        return result
+
+    def _caught_up(self, x: Tensor, depth: int) -> Tensor:
+        """As many slices of the block's input, from where it has been used up."""
+        late = 0 if self.waiting is None else self.waiting.shape[4]
+        waited = [] if self.waiting is None else [self.waiting]
+        self.waiting = x[..., depth - late :].clone()
+        return torch.cat([*waited, x[..., : depth - late]], dim=4)
 
 
 class _Pairs:

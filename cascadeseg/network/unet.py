@@ -90,7 +90,6 @@ class UNet(nn.Module):
         self.head = nn.Conv3d(widths[0], config.out_channels * cells, 1)
         coarser = widths[1:] if config.deep_supervision else ()
         self.side_heads = nn.ModuleList(nn.Conv3d(width, config.out_channels, 1) for width in coarser)
-        self.activation = nn.ReLU(inplace=True)
 
     def forward(self, image: Tensor) -> Tensor | list[Tensor]:
         """Logits of an image.
@@ -120,13 +119,13 @@ class UNet(nn.Module):
     def stemmed(self, image: Tensor) -> Tensor:
         """The finest level's input."""
         x = space_to_depth(image) if self.config.stem == "space_to_depth" else image
-        stemmed: Tensor = self.activation(self.stem(x))
+        stemmed: Tensor = self.stem(x, relu=True)
         return stemmed
 
     def descend(self, level: int, x: Tensor) -> tuple[Tensor, Tensor]:
         """A level on the way down: its skip, and the next level's input."""
         skip = self._through(self.encoder[level], x)
-        return skip, self.activation(self.down[level](skip))
+        return skip, self.down[level](skip, relu=True)
 
     def beneath(self, level: int, x: Tensor) -> Tensor:
         """From the input of a level down to the coarsest and up to that level's features."""
@@ -141,20 +140,19 @@ class UNet(nn.Module):
 
     def joined(self, level: int, lower: Tensor, skip: Tensor) -> Tensor:
         """A level's input on the way up."""
-        x: Tensor = self.activation(F.interpolate(self.up[level](lower), scale_factor=2.0) + skip)
-        return x
+        return F.relu_(F.interpolate(self.up[level](lower), scale_factor=2.0) + skip)
 
     def headed(self, x: Tensor) -> Tensor:
         """Logits from the finest level's features."""
         logits: Tensor = self.head(x)
         return depth_to_space(logits) if self.config.stem == "space_to_depth" else logits
 
-    def fold(self) -> None:
-        """Folds every BatchNorm into its convolution; for inference only."""
+    def fold(self, one_pass: bool = False) -> None:
+        """Folds every BatchNorm into its convolution; for inference only. See `ConvNorm.fold`."""
         self.eval()
         for module in self.modules():
             if isinstance(module, ConvNorm):
-                module.fold()
+                module.fold(one_pass)
 
     def _through(self, blocks: nn.Module, x: Tensor) -> Tensor:
         for block in blocks.children():

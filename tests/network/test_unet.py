@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NoReturn
 
 import pytest
 import torch
@@ -12,13 +13,14 @@ from cascadeseg.network import (
     UNet,
     UNetConfig,
     View,
+    blocks,
     find_device,
     in_slabs,
     load_model,
     save_model,
     stage_of,
 )
-from cascadeseg.network.blocks import depth_to_space, space_to_depth
+from cascadeseg.network.blocks import depth_to_space, has_one_pass, space_to_depth
 from cascadeseg.network.engine import padded_to
 
 CPU = torch.device("cpu")
@@ -58,6 +60,35 @@ def test_folding_the_norms_changes_nothing(config):
     before = network(image)
     network.fold()
     assert torch.allclose(network(image), before, atol=1e-4)
+
+
+@pytest.mark.parametrize("config", CONFIGS[:2])
+@pytest.mark.parametrize("size", [8, 16])
+@torch.inference_mode()
+def test_sums_and_relu_in_the_convolutions_pass_change_nothing(config, size):
+    if not has_one_pass(torch.float32):
+        pytest.skip("no oneDNN")
+    network = trained(config).to(memory_format=torch.channels_last_3d)
+    image = torch.randn(1, 2, size, size, size).contiguous(memory_format=torch.channels_last_3d)
+    before = network(image.clone())
+    network.fold(one_pass=True)
+    assert torch.allclose(network(image), before, atol=1e-4)
+
+
+def not_there(*_: object) -> NoReturn:
+    raise AttributeError("no _convolution_pointwise")
+
+
+def test_without_onednns_operations_torchs_own_are_used(monkeypatch):
+    stage, image = stage_of(View(1.0), trained(replace(SMALL, in_channels=1))), torch.randn(1, 16, 16, 16)
+    before = Engine(stage, CPU, "fp32")(image)
+    monkeypatch.setattr(blocks, "_in_one_pass", not_there)
+    has_one_pass.cache_clear()
+    try:
+        assert not has_one_pass(torch.float32)
+        assert torch.allclose(Engine(stage, CPU, "fp32")(image), before, atol=1e-4)
+    finally:
+        has_one_pass.cache_clear()
 
 
 @pytest.mark.parametrize("config", CONFIGS)
