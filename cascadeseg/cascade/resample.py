@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +28,9 @@ BAND = 32
 """Target samples computed at a time: their windows cover few of the source samples, so most zeros are left out."""
 
 
+@lru_cache(maxsize=8)
 def axis_weights(source: int, target: int, offset: float, step: float) -> Tensor:
-    """The matrix that interpolates along one axis.
+    """The matrix that interpolates along one axis; remembered, since slabs along z share those of x and y.
 
     Args:
         source: samples along the axis, centred at 0, 1, ...
@@ -37,8 +39,8 @@ def axis_weights(source: int, target: int, offset: float, step: float) -> Tensor
         step: distance of target samples, in source samples.
 
     Returns:
-        (target, source) float32. Rows sum to 1 where the sample lies inside the source (half a sample beyond the outer
-        centres included), and to 0 elsewhere.
+        (target, source) float32, not to be changed in place. Rows sum to 1 where the sample lies inside the source
+        (half a sample beyond the outer centres included), and to 0 elsewhere.
     """
     positions = offset + step * np.arange(target)
     distance = np.clip(positions, 0, source - 1)[:, None] - np.arange(source)[None, :]
@@ -105,7 +107,7 @@ def resample_scan(scan: Scan, target: Grid, view: View, device: torch.device) ->
         (w.flip(1) if axis in backwards else w).to(device)
         for axis, w in enumerate(resampling_matrices(scan.grid, target))
     )
-    wx /= view.scale_hu
+    wx = wx / view.scale_hu
     x, y = _used(wx), _used(wy)
     image = torch.zeros(target.shape[::-1], device=device)
     for rows in _slabs(wz, SLAB_VOXELS // max(1, (x.stop - x.start) * (y.stop - y.start))):
