@@ -15,6 +15,9 @@ from cascadeseg.synthesis.tissue import Tissue
 if TYPE_CHECKING:
     from cascadeseg.synthesis.render_lungs import Lung
 
+MOST_UNEVEN = 0.25
+"""Relative spread of how dense partly aerated lung is."""
+
 
 def _sideways(scene: Scene) -> tuple[Tensor, Tensor]:
     """World height against gravity, and distance across it, from the body's middle (mm, coarse lattice)."""
@@ -167,6 +170,9 @@ def _paint_patches(
     # Ragged edges, and air left in the small bronchi.
     dense.add_(scene.noise(f.seed + key + 7, 4.5, lung.part), alpha=0.3 * sharp)
     dense = dense.clamp_(0, 1).mul_(strength).mul_(weight)
+    # What keeps some air keeps it unevenly; as even as fat, at the same HU, it would teach that fat is lung.
+    uneven = scene.noise(f.seed + key + 200, 4.0, lung.part).mul_(min(MOST_UNEVEN, 1.5 * (1 - strength))).add_(1)
+    dense = torch.minimum(dense.mul_(uneven).clamp_(min=0), weight)
     grain = scene.noise(f.seed + key + 8, 5.0, lung.part).mul_(14).add_(f.dense_hu)
     scene.hu[lung.part].lerp_(grain, dense)
     scene.tissue[lung.part].masked_fill_((dense > 0.3) & (weight > 0.5), int(tissue))

@@ -6,6 +6,7 @@ import cc3d
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from cascadeseg.geometry import Box, Grid
 from cascadeseg.synthesis import PRESETS, Patient, Tissue, render, sample_patient
@@ -161,6 +162,19 @@ def test_the_label_keeps_sick_lung_and_leaves_out_airway_fluid_and_free_air() ->
             assert int((here & inside).sum()) <= 0.02 * int(here.sum()) + 2, tissue
         solid = phantom.tissues == int(Tissue.CONSOLIDATION)
         assert int((solid & inside).sum()) >= 0.95 * int(solid.sum())
+
+
+@pytest.mark.parametrize("consolidation", [0.85, 0.92])
+def test_lung_that_keeps_some_air_is_never_as_even_as_fat(consolidation: float) -> None:
+    patient = sample_patient(600000, PRESETS["healthy"])
+    sick = replace(patient.findings, consolidation=consolidation, consolidation_extent=0.5)
+    phantom = render(replace(patient, findings=sick), around_the_chest(patient, 3.0))
+    mean = F.avg_pool3d(phantom.hu[None], 3, stride=1, padding=1)[0]
+    spread = (F.avg_pool3d(phantom.hu[None].square(), 3, stride=1, padding=1)[0] - mean.square()).clamp(min=0).sqrt()
+    like_fat = (mean > -130) & (mean < -60) & (spread < 40)
+    inside = -F.max_pool3d(-(phantom.tissues == int(Tissue.CONSOLIDATION))[None].float(), 3, stride=1, padding=1)[0] > 0
+    assert like_fat[inside].float().mean() < 0.03
+    assert like_fat[phantom.tissues == int(Tissue.FAT)].float().mean() > 0.1
 
 
 def test_lung_free_views_are_nearly_lung_free() -> None:
