@@ -214,8 +214,8 @@ def imagined(scan: Scan, labels: npt.NDArray[Any], view: View, name: str) -> Coa
     """What a stage 1 that never saw this patient might have said: the reference, vague, and wrong in places.
 
     On strange scans a stage 1 is wrong as it never is where it was trained: its surface lies millimetres too far in or
-    out all over, dense lung is missed, gas is taken for lung. A refiner that met only good opinions follows them to
-    the voxel; from these it learns what an opinion is worth.
+    out all over, dense lung is missed, gas is taken for lung, and so is muscle or liver beside it, as if it were dense
+    lung. A refiner that met only good opinions follows them to the voxel; from these it learns what one is worth.
     """
     grid = coarse_grid(scan, view)
     random = Generator().manual_seed(int.from_bytes(name.encode()[-7:], "big"))
@@ -227,8 +227,11 @@ def imagined(scan: Scan, labels: npt.NDArray[Any], view: View, name: str) -> Coa
     probabilities[vague == 0] = 0
     soft = resample_scan(scan, grid, view, CPU) * view.scale_hu + view.low_hu > -400
     missed = soft & (coarse > 0) & (_wandering(1, grid, random)[0] > _between(-0.5, 1.5, random))
-    gas = ~soft & (coarse == BACKGROUND) & _near(lungs) & (_wandering(2, grid, random) > _between(0.2, 2, random))
+    beside = (coarse == BACKGROUND) & _near(lungs)
+    gas = ~soft & beside & (_wandering(2, grid, random) > _between(0.2, 2, random))
     probabilities = torch.where(gas, 0.9, probabilities.masked_fill(missed, 0.05))
+    solid = soft & beside & (_wandering(2, grid, random) > _between(0.9, 2.6, random))
+    probabilities = torch.where(solid, probabilities.clamp(min=_between(0.3, 0.95, random)), probabilities)
     return settle_sides(Coarse(probabilities / probabilities.sum(dim=0).clamp(min=1), grid))
 
 

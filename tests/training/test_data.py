@@ -13,9 +13,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from cascadeseg.cascade.crop import crop_lungs
+from cascadeseg.cascade.locate import coarse_grid
 from cascadeseg.cascade.refine import lung_image
+from cascadeseg.cascade.resample import resample_scan
 from cascadeseg.cli import main
 from cascadeseg.errors import ConfigError
 from cascadeseg.formats import read_labels, read_scan, write_labels
@@ -304,6 +307,19 @@ def test_crops_of_files_come_from_boxes_like_stage_1s_mistakes(folder, tmp_path)
     cases = prepare(patient, config, None)
     assert [case.name.rpartition("_")[2] for case in cases] == ["right", "left"]
     assert all(case.image.shape[0] == 2 and set(case.labels.unique().tolist()) == {0, 1} for case in cases)
+
+
+def test_imagined_opinions_take_solid_tissue_for_lung_in_some_patients_and_leave_dense_lung_out_in_some():
+    scan, labels = SyntheticPatient(3, "healthy", LabelNames()).whole(8.0)
+    lungs = labels_on(labels, scan.grid, coarse_grid(scan, View(8.0))) > 0
+    beyond = F.max_pool3d(lungs[None].float(), 5, stride=1, padding=2)[0] == 0
+    image = resample_scan(scan, coarse_grid(scan, View(8.0)), View(8.0), torch.device("cpu"))
+    solid = image * View(8.0).scale_hu + View(8.0).low_hu > -400
+    said = [imagined(scan, labels, View(8.0), str(key)).lungs.sum(dim=0) for key in range(1000, 1020)]
+    taken = [float((opinion > 0.3)[solid & beyond].sum()) for opinion in said]
+    left_out = [float((opinion < 0.1)[solid & lungs].float().mean()) for opinion in said]
+    assert sum(voxels > 20 for voxels in taken) in range(3, 18)
+    assert sum(share > 0.5 for share in left_out) in range(3, 18)
 
 
 def test_labels_on_another_grid_keep_their_volume():
