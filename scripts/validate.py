@@ -3,8 +3,9 @@
     python scripts/validate.py SCANS OUT [--model DIR] [--device cpu]
 
 SCANS holds NAME.nii.gz and NAME_ref.nii.gz (1 right lung, 2 left lung, 255 ignored); a scan without a reference is
-segmented and its volumes are listed. OUT gets masks, previews, scores.json and scores.md. The scans are for validation
-only: nothing is ever trained on them.
+segmented and its volumes are listed. OUT gets masks, previews, scores.json and scores.md, and errors.md: what kind of
+tissue the masks hold, or leave out, further than 2 mm from the reference's surface. The scans are for validation only:
+nothing is ever trained on them.
 """
 
 from __future__ import annotations
@@ -16,13 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import SimpleITK
 
 from cascadeseg import Segmenter, write_labels
 from cascadeseg.evaluation.metrics import LungScores, evaluate
 from cascadeseg.evaluation.preview import preview_png
 from cascadeseg.formats import read_labels
-from cascadeseg.labels import LUNGS
+from cascadeseg.formats.scan import Scan
+from cascadeseg.labels import IGNORE, LUNGS
 
+TISSUES = {"gas": -500.0, "gas and tissue": -130.0, "fat": -50.0, "soft tissue": 130.0, "denser": np.inf}
+"""The highest HU of each, as the median of 3 x 3 x 3 voxels."""
+FAR_MM = 2.0
 COLUMNS = {"dice": "Dice", "nsd_1mm": "NSD 1 mm", "nsd_2mm": "NSD 2 mm", "hd95_mm": "HD95 mm"}
 
 
@@ -42,6 +48,7 @@ def validated(model: str | Path | None, scans: Path, output: Path, device: str =
     segmenter = Segmenter(model, device=device)
     cases = [score(segmenter, path, output) for path in scans_of(scans)]
     (output / "scores.json").write_text(json.dumps(cases, indent=2) + "\n")
+    (output / "errors.md").write_text(errors_as_markdown(cases))
     table = as_markdown(cases)
     (output / "scores.md").write_text(table)
     return table
@@ -66,7 +73,34 @@ def score(segmenter: Segmenter, path: Path, output: Path) -> dict[str, Any]:
     if reference.exists():
         labels, grid = read_labels(reference)
         case["lungs"] = [plain(lung) for lung in evaluate(result.labels, labels, grid.spacing_mm)]
+        case["errors_ml"] = errors_ml(result.scan, result.labels, labels)
     return case
+
+
+def errors_ml(scan: Scan, labels: np.ndarray, reference: np.ndarray) -> dict[str, dict[str, float]]:
+    """By tissue: what a mask, of either lung, holds and what it leaves out further than `FAR_MM` from the reference."""
+    median = SimpleITK.GetArrayFromImage(SimpleITK.Median(SimpleITK.GetImageFromArray(scan.hu()), [1, 1, 1]))
+    kind = np.searchsorted(list(TISSUES.values()), median)
+    lungs = [label.value for label in LUNGS]
+    given, wanted = np.isin(labels, lungs), np.isin(reference, lungs)
+    surface = SimpleITK.GetImageFromArray(wanted.astype(np.uint8))
+    surface.SetSpacing([float(mm) for mm in reversed(scan.grid.spacing_mm)])  # ITK counts an array's axes from the last
+    distance = SimpleITK.GetArrayFromImage(SimpleITK.SignedMaurerDistanceMap(surface, False, False, True))
+    far = (np.abs(distance) > FAR_MM) & (reference != IGNORE)
+    errors = {}
+    for name, wrong in (("held", given & ~wanted & far), ("left out", wanted & ~given & far)):
+        counts = np.bincount(kind[wrong], minlength=len(TISSUES))
+        errors[name] = {tissue: float(n * scan.grid.voxel_volume_ml) for tissue, n in zip(TISSUES, counts, strict=True)}
+    return errors
+
+
+def errors_as_markdown(cases: list[dict[str, Any]]) -> str:
+    """A row a scan and direction, ml by tissue."""
+    lines = [f"| scan | beyond {FAR_MM:g} mm | {' | '.join(TISSUES)} |", "|---" * (len(TISSUES) + 2) + "|"]
+    for case in cases:
+        for name, by_tissue in case.get("errors_ml", {}).items():
+            lines.append(f"| {case['name']} | {name} | {' | '.join(f'{by_tissue[t]:.1f}' for t in TISSUES)} |")
+    return "\n".join(lines) + "\n"
 
 
 def plain(scores: LungScores) -> dict[str, float]:
