@@ -75,6 +75,12 @@ def test_sums_and_relu_in_the_convolutions_pass_change_nothing(config, size):
     assert torch.allclose(network(image), before, atol=1e-4)
 
 
+def test_trying_it_out_leaves_random_numbers_alone():
+    state = torch.get_rng_state()
+    has_one_pass.__wrapped__(torch.float32)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def not_there(*_: object) -> NoReturn:
     raise AttributeError("no _convolution_pointwise")
 
