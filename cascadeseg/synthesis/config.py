@@ -30,6 +30,10 @@ class PathologyConfig:
 
     ``dependent`` (density of the lowest lung of people who lie), ``raised_diaphragm``, ``hiatal_hernia``, ``pull_up``
     and ``devices`` do not ask whether the patient is healthy-ish.
+
+    ``consolidation_reach`` is how far the most extensive fifth of consolidations goes (the largest of them, roughly as
+    a share of the lungs); ``consolidation_density`` is where the draw of how solid one is ends, above 1 for more of
+    them without any air.
     """
 
     rate: float = 1.0
@@ -37,6 +41,8 @@ class PathologyConfig:
     healthy_factor: float = 0.12
     ground_glass: float = 0.28
     consolidation: float = 0.26
+    consolidation_reach: float = 0.9
+    consolidation_density: float = 1.0
     lobar: float = 0.20
     white_lung: float = 0.03
     atelectasis: float = 0.35
@@ -179,7 +185,14 @@ PRESETS: dict[str, SynthesisConfig] = {
     "partial": SynthesisConfig(view=replace(_CHEST, chest=0, partial=1)),
     "training": SynthesisConfig(
         pathology=PathologyConfig(
-            healthy_share=0.45, consolidation=0.4, lobar=0.2, white_lung=0.06, emphysema=0.25, effusion=0.3
+            healthy_share=0.4,
+            consolidation=0.5,
+            consolidation_reach=1.5,
+            consolidation_density=1.3,
+            lobar=0.3,
+            white_lung=0.1,
+            emphysema=0.25,
+            effusion=0.3,
         ),
         randomisation=RandomisationConfig(density=0.3),
     ),

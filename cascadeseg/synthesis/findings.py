@@ -88,7 +88,7 @@ def draw_findings(d: Draw, config: PathologyConfig, child: bool) -> Findings:
     """Draw the findings of one patient."""
     f = config.rate * (config.healthy_factor if d.chance(config.healthy_share) else 1.0)
     glass = d.uniform(0.15, 0.75) if d.chance(config.ground_glass * f) else 0.0
-    solid = d.uniform(0.55, 1.0) if d.chance(config.consolidation * f) else 0.0
+    solid = min(1.0, d.uniform(0.55, config.consolidation_density)) if d.chance(config.consolidation * f) else 0.0
     missing = d.integer(0, 1) if d.chance(config.missing_lung * f) else -1
     white = d.integer(0, 1) if d.chance(config.white_lung * f) else -1
     effusion = [d.lognormal(20, 0.7, 3, 110) if d.chance(config.effusion * f) else 0.0 for _ in range(2)]
@@ -102,7 +102,7 @@ def draw_findings(d: Draw, config: PathologyConfig, child: bool) -> Findings:
         ground_glass=glass,
         ground_glass_extent=extent,
         consolidation=solid,
-        consolidation_extent=d.uniform(0.03, 0.5) * (1 if d.chance(0.8) else 1.8),
+        consolidation_extent=d.uniform(0.03, 0.5) * (1 if d.chance(0.8) else 2 * config.consolidation_reach),
         peripheral=d.uniform(-0.6, 1.0),
         lower=d.uniform(-0.5, 1.0),
         blob=d.uniform(12, 38),

@@ -171,8 +171,9 @@ def _paint_patches(
     dense.add_(scene.noise(f.seed + key + 7, 4.5, lung.part), alpha=0.3 * sharp)
     dense = dense.clamp_(0, 1).mul_(strength).mul_(weight)
     # What keeps some air keeps it unevenly; as even as fat, at the same HU, it would teach that fat is lung.
-    uneven = scene.noise(f.seed + key + 200, 4.0, lung.part).mul_(min(MOST_UNEVEN, 1.5 * (1 - strength))).add_(1)
-    dense = torch.minimum(dense.mul_(uneven).clamp_(min=0), weight)
+    if strength < 1:
+        uneven = scene.noise(f.seed + key + 200, 4.0, lung.part).mul_(min(MOST_UNEVEN, 1.5 * (1 - strength))).add_(1)
+        dense = torch.minimum(dense.mul_(uneven).clamp_(min=0), weight)
     grain = scene.noise(f.seed + key + 8, 5.0, lung.part).mul_(14).add_(f.dense_hu)
     scene.hu[lung.part].lerp_(grain, dense)
     scene.tissue[lung.part].masked_fill_((dense > 0.3) & (weight > 0.5), int(tissue))

@@ -6,6 +6,7 @@ import numpy as np
 
 from cascadeseg.synthesis import PRESETS, SynthesisConfig, sample_patient
 from cascadeseg.synthesis.config import AcquisitionConfig, PathologyConfig
+from cascadeseg.synthesis.findings import Findings
 
 
 def test_presets_are_there() -> None:
@@ -38,6 +39,19 @@ def test_findings_come_at_their_rates() -> None:
     assert 0.2 < np.mean([f.ground_glass > 0 for f in findings]) < 0.36
     assert 0.2 < np.mean([f.effusion[0] > 0 for f in findings]) < 0.3
     assert 0.22 < np.mean([len(f.lesions) > 0 for f in findings]) < 0.38
+
+
+def test_consolidation_reaches_as_far_and_is_as_solid_as_asked() -> None:
+    def consolidations(config: PathologyConfig) -> list[Findings]:
+        findings = [sample_patient(seed, SynthesisConfig(pathology=config)).findings for seed in range(150)]
+        return [f for f in findings if f.consolidation > 0]
+
+    usual = PathologyConfig(healthy_share=0.0, consolidation=1.0)
+    far, solid = replace(usual, consolidation_reach=1.5), replace(usual, consolidation_density=1.3)
+    assert max(f.consolidation_extent for f in consolidations(usual)) <= 0.9
+    assert 0.9 < max(f.consolidation_extent for f in consolidations(far)) <= 1.5
+    assert not any(f.consolidation == 1 for f in consolidations(usual))
+    assert 0.25 < np.mean([f.consolidation == 1 for f in consolidations(solid)]) < 0.55
 
 
 def test_views_are_mixed_and_fields_range_from_small_to_700_mm() -> None:
