@@ -13,6 +13,7 @@ import numpy.typing as npt
 from cascadeseg.cascade.refine import Refined
 from cascadeseg.cascade.resample import SLAB_VOXELS, resample_volume
 from cascadeseg.geometry import Box, Grid, canonical_view
+from cascadeseg.parallel import side_by_side
 
 Labels = npt.NDArray[np.uint8]
 
@@ -33,7 +34,8 @@ def merge(lungs: Sequence[Refined], grid: Grid) -> Labels:
     labels = _no_labels(grid)
     view, canonical = canonical_view(labels, grid), grid.canonical()
     boxes = [box_on(refined, canonical) for refined in lungs]
-    for slab in _slabs(boxes):
+
+    def put(slab: Box) -> None:
         target = view[slab.slices]
         best = np.zeros(slab.shape, dtype=np.float32, order="F")
         for refined, box in zip(lungs, boxes, strict=True):
@@ -43,6 +45,8 @@ def merge(lungs: Sequence[Refined], grid: Grid) -> Labels:
             logits = resample_volume(refined.logits, refined.grid, canonical.cropped(slab).cropped(here)).cpu().numpy()
             np.copyto(target[here.slices], refined.lung.label.value, where=logits > best[here.slices])
             np.maximum(best[here.slices], logits, out=best[here.slices])
+
+    side_by_side(put, list(_slabs(boxes)))
     return labels
 
 

@@ -36,6 +36,7 @@ from cascadeseg.memory import give_back_freed_memory
 from cascadeseg.network.bounded import BoundedEngine, EngineKind
 from cascadeseg.network.engine import Precision, find_device
 from cascadeseg.network.model import Model, load_model
+from cascadeseg.parallel import Each, one_by_one, side_by_side
 
 Progress = Callable[[str, float], None]
 Verdict = Literal["ok", "review"]
@@ -182,8 +183,10 @@ class Segmenter:
         clock = _Clock(progress or (lambda step, done: None))
         with clock.step("read", 0.0):
             scan = _as_scan(scan, affine, before=self.plan)
-        self.refiner.largest_tile = self.plan(scan).largest_tile
-        labels, traces = self._segment(scan.canonical(), scan, clock)
+        planned = self.plan(scan)
+        self.refiner.largest_tile = planned.largest_tile
+        each: Each = side_by_side if planned.at_once else one_by_one
+        labels, traces = self._segment(scan.canonical(), scan, clock, each)
         with clock.step("measure", 0.97):
             results = _results(scan, labels, traces, Calibration.of(self.model))
         clock.progress("done", 1.0)
@@ -199,7 +202,7 @@ class Segmenter:
             model={"name": self.model.name, "version": self.model.version, "sha256": self.model.sha256},
         )
 
-    def _segment(self, canonical: Scan, scan: Scan, clock: _Clock) -> tuple[Labels, _Traces]:
+    def _segment(self, canonical: Scan, scan: Scan, clock: _Clock, each: Each) -> tuple[Labels, _Traces]:
         with clock.step("locate", 0.15):
             coarse = locate(canonical, self.locator)
         with clock.step("crop", 0.35):
@@ -207,7 +210,7 @@ class Segmenter:
             boxes = crop_lungs(coarse)
             _refuse_giants(scan, boxes, coarse)
         with clock.step("refine", 0.4):
-            lungs = [refine(canonical, box, coarse, self.refiner) for box in boxes]
+            lungs = each(lambda box: refine(canonical, box, coarse, self.refiner), boxes)
         with clock.step("merge", 0.8):
             labels = merge(lungs, scan.grid)
         with clock.step("clean", 0.9):

@@ -16,6 +16,8 @@ GPU_PROGRAM_MB = 450.0
 """A CUDA context with its kernels and both networks."""
 CLEANING_MB = 250.0
 """Components of a lung on the scan's grid, holes filled, beside both lungs' logits."""
+UNASKED_MB = 1200.0
+"""What a process may take for the sake of speed, both lungs at once, where no limit was given that allows more."""
 LONGEST_LUNG_MM = 400.0
 LARGEST_LUNG_VOXELS = (176, 256, 352)
 """Stage 2's image of a lung as large as they come."""
@@ -32,16 +34,19 @@ class Plan:
         device_mb: memory of the GPU at its largest; 0 without one.
         largest_tile: voxels that stage 2 may see at a time.
         tiles: how many tiles the largest lung would take.
+        at_once: whether stage 2 works on both lungs at the same time.
     """
 
     host_mb: float
     device_mb: float
     largest_tile: float
     tiles: int
+    at_once: bool = False
 
     def __str__(self) -> str:
         gpu = f", {self.device_mb:,.0f} MB of the GPU" if self.device_mb else ""
         how = "each lung as a whole" if self.tiles == 1 else f"a large lung in {self.tiles} tiles"
+        how = "both lungs at once" if self.at_once else how
         return f"at most {self.host_mb:,.0f} MB of memory{gpu}; {how}"
 
 
@@ -87,11 +92,14 @@ def plan(
     while limit_gb is not None and needed_mb(tile) > limit_gb * 1000 and tile > smallest:
         tile = max(smallest, tile - layer * stride)
     whole = tile >= prod(LARGEST_LUNG_VOXELS)
+    both_mb = fixed_mb + max(stage1_mb, 2 * pass_mb(refiner, tile, layer), after_mb)
+    at_once = refiner.shareable and whole and both_mb <= (UNASKED_MB if limit_gb is None else limit_gb * 1000)
     return Plan(
-        host_mb=host_mb if on_gpu else needed_mb(tile),
+        host_mb=host_mb if on_gpu else both_mb if at_once else needed_mb(tile),
         device_mb=needed_mb(tile) if on_gpu else 0.0,
         largest_tile=tile,
         tiles=1 if whole else ceil(LARGEST_LUNG_VOXELS[2] / (tile / layer - context)),
+        at_once=at_once,
     )
 
 

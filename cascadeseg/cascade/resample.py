@@ -21,6 +21,7 @@ from torch import Tensor
 from cascadeseg.formats.scan import Scan
 from cascadeseg.geometry import Box, Grid
 from cascadeseg.network.model import View
+from cascadeseg.parallel import Each, one_by_one, side_by_side
 
 SLAB_VOXELS = 2_000_000
 """Source voxels that are float at any one time (8 MB, which stays in a processor's cache)."""
@@ -110,10 +111,14 @@ def resample_scan(scan: Scan, target: Grid, view: View, device: torch.device) ->
     wx = wx / view.scale_hu
     x, y = _used(wx), _used(wy)
     image = torch.zeros(target.shape[::-1], device=device)
-    for rows in _slabs(wz, SLAB_VOXELS // max(1, (x.stop - x.start) * (y.stop - y.start))):
+
+    def fill(rows: slice) -> None:
         z = _used(wz[rows])
         box = Box((x.start, y.start, z.start), (x.stop, y.stop, z.stop))
         image[rows] = _resample(_windowed(stored, box, view, device), wx[:, x], wy[:, y], wz[rows, z])
+
+    each: Each = side_by_side if device.type == "cpu" else one_by_one
+    each(fill, list(_slabs(wz, SLAB_VOXELS // max(1, (x.stop - x.start) * (y.stop - y.start)))))
     return image.permute(2, 1, 0)
 
 

@@ -44,6 +44,11 @@ class Runner(Protocol):
         """Memory of its library beside torch."""
         ...
 
+    @property
+    def shareable(self) -> bool:
+        """Whether two threads may use it at a time, to their profit."""
+        ...
+
     def __call__(self, image: Image, finish: Finish = unchanged) -> Tensor: ...
 
 
@@ -140,6 +145,10 @@ class BoundedEngine:
     @property
     def library_mb(self) -> float:
         return self._engine.library_mb
+
+    @property
+    def shareable(self) -> bool:
+        return self._engine.shareable
 
     def tile_length(self, shape: tuple[int, ...]) -> int:
         """Slices kept of each tile of a (C, X, Y, Z) image: all, or what the limit leaves beside the context."""

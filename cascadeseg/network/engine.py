@@ -79,6 +79,7 @@ class Engine:
         network = stage.network()
         self._dtype = DTYPES[self.precision]
         network.fold(one_pass=device.type == "cpu" and has_one_pass(self._dtype))
+        self.shareable = device.type == "cpu"
         self._network = network.to(device, self._dtype).to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
 
     @torch.inference_mode()

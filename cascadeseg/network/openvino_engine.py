@@ -56,6 +56,7 @@ class OpenVinoEngine:
 
     work_bytes = 115.0
     library_mb = 220.0
+    shareable = False
 
     def __init__(self, stage: Stage, precision: Precision = "auto") -> None:
         self.stage = stage

@@ -60,6 +60,7 @@ class Thresholder:
     notes: list[str] = field(default_factory=list)
     work_bytes: float = 60.0
     library_mb: float = 0.0
+    shareable: bool = False
 
     def __call__(self, image: Image, finish: Finish = unchanged) -> Tensor:
         self.shapes.append(tuple(image.shape))

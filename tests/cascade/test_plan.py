@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from cascadeseg.cascade.pipeline import Segmenter
+from cascadeseg.cascade.plan import Plan
 from cascadeseg.errors import ScanError
 from cascadeseg.formats import read_scan, write_scan
 from cascadeseg.formats.scan import Scan
@@ -21,9 +22,34 @@ def long_scan(slices: int) -> Scan:
 
 
 def test_without_limits_most_lungs_are_refined_whole():
-    plan = Segmenter(tiny_model(), device="cpu").plan(long_scan(320))
+    plan = Segmenter(tiny_model(), device="cpu").plan(long_scan(2000))
     assert plan.largest_tile > 150 * 220 * 330
     assert "each lung as a whole" in str(plan)
+
+
+def test_both_lungs_are_refined_at_once_where_that_takes_little_or_is_allowed():
+    def shipped(slices: int, max_memory_gb: float | None = None) -> Plan:
+        return Segmenter(device="cpu", engine="torch", max_memory_gb=max_memory_gb).plan(long_scan(slices))
+
+    short = shipped(320)
+    assert short.at_once
+    assert short.host_mb < 1200
+    assert "both lungs at once" in str(short)
+    assert not shipped(2000).at_once
+    assert shipped(2000, max_memory_gb=4).at_once
+    tight = shipped(320, max_memory_gb=short.host_mb / 1000 - 0.01)
+    assert not tight.at_once
+    assert tight.host_mb < short.host_mb
+
+
+def test_both_lungs_at_once_are_the_same_lungs():
+    scan = chest(chest_grid((3.0, 3.0, 3.0)))
+    segmenter = Segmenter(tiny_model(), device="cpu", precision="fp32", engine="torch")
+    assert segmenter.plan(scan).at_once
+    at_once = segmenter.segment(scan).labels
+    segmenter.plan = lambda scan: replace(Segmenter.plan(segmenter, scan), at_once=False)  # type: ignore[method-assign]
+    assert at_once.any()
+    assert np.array_equal(at_once, segmenter.segment(scan).labels)
 
 
 def test_a_limit_is_kept_by_tiles():

@@ -75,6 +75,7 @@ class Starved:
     """An engine that has no memory for images longer than ``longest`` slices."""
 
     work_bytes, library_mb = 60.0, 0.0
+    shareable = False
 
     def __init__(self, longest: int, error: Exception) -> None:
         self.stage, self.device, self.precision = stage(), CPU, "fp32"
