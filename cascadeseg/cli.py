@@ -722,13 +722,16 @@ def _run_demo(options: argparse.Namespace) -> int:
 
 
 def _set_up_libraries() -> None:
-    """What torch's libraries read once, when torch is loaded; no result depends on it, and who set it is obeyed.
+    """What libraries want to know before torch is loaded; no result depends on it, and who set it is obeyed.
 
     Threads of torch that wait for each other sleep instead of spinning: on a busy machine three times faster. And
-    oneDNN remembers as many convolutions as one pass takes, not 1,024, each of which keeps a megabyte or so.
+    oneDNN remembers as many convolutions as one pass takes, not 1,024; and all threads share a heap.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
+    from cascadeseg.memory import share_one_heap
+
+    share_one_heap()
 
 
 def _check_device(name: str) -> None:

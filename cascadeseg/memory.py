@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from functools import cache
+
+M_ARENA_MAX = -8
+"""Of glibc's ``mallopt``: how many heaps a process may have."""
 
 
 def give_back_freed_memory() -> None:
@@ -12,6 +16,16 @@ def give_back_freed_memory() -> None:
     trim = getattr(_c_library(), "malloc_trim", None)  # of glibc; others give back by themselves
     if trim is not None:
         trim(0)
+
+
+def share_one_heap() -> None:
+    """Has the threads to come share the first one's heap, the only one of which `give_back_freed_memory` trims the end.
+
+    Unless the environment says otherwise (``MALLOC_ARENA_MAX``).
+    """
+    set_option = getattr(_c_library(), "mallopt", None)
+    if set_option is not None and "MALLOC_ARENA_MAX" not in os.environ:
+        set_option(M_ARENA_MAX, 1)
 
 
 @cache
