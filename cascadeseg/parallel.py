@@ -25,11 +25,16 @@ def one_by_one(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Re
     return [work(item) for item in items]
 
 
+def threads_to_share() -> bool:
+    """Whether torch has a thread for each, and counts them by OpenMP, which alone gives each thread its own count."""
+    openmp: bool = torch.backends.openmp.is_available()  # type: ignore[no-untyped-call]
+    return openmp and torch.get_num_threads() >= AT_ONCE
+
+
 def side_by_side(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
     """Does the same work on each item, `AT_ONCE` at a time, each in a thread with its share of torch's threads.
 
-    One after the other where torch has a single thread, or does not count them by OpenMP, which alone gives each
-    thread its own count.
+    One after the other where there are no `threads_to_share`.
 
     Args:
         work: releases the interpreter's lock for most of its time.
@@ -41,17 +46,16 @@ def side_by_side(work: Callable[[Item], Result], items: Sequence[Item]) -> list[
     Raises:
         Exception: what ``work`` raised first; the others have ended by then.
     """
-    threads = torch.get_num_threads()
-    if min(len(items), threads) < AT_ONCE or not torch.backends.openmp.is_available():  # type: ignore[no-untyped-call]
+    if len(items) < AT_ONCE or not threads_to_share():
         return one_by_one(work, items)
-    share, inference = threads // AT_ONCE, torch.is_inference_mode_enabled()
+    threads, inference = torch.get_num_threads(), torch.is_inference_mode_enabled()
 
     def in_thread(item: Item) -> Result:
         with torch.inference_mode(inference):  # which each thread has for itself, too
             return work(item)
 
     try:
-        with ThreadPoolExecutor(AT_ONCE, initializer=torch.set_num_threads, initargs=(share,)) as pool:
+        with ThreadPoolExecutor(AT_ONCE, initializer=torch.set_num_threads, initargs=(threads // AT_ONCE,)) as pool:
             return list(pool.map(in_thread, items))
     finally:
         torch.set_num_threads(threads)

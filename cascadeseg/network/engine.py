@@ -15,6 +15,7 @@ from cascadeseg.network.blocks import has_one_pass
 from cascadeseg.network.levels import Finish, Image, Layers, Slab, put, streamed_levels, unchanged
 from cascadeseg.network.model import Stage
 from cascadeseg.network.streams import in_streams
+from cascadeseg.parallel import threads_to_share
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -79,7 +80,7 @@ class Engine:
         network = stage.network()
         self._dtype = DTYPES[self.precision]
         network.fold(one_pass=device.type == "cpu" and has_one_pass(self._dtype))
-        self.shareable = device.type == "cpu"
+        self.shareable = device.type == "cpu" and threads_to_share()
         self._network = network.to(device, self._dtype).to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
 
     @torch.inference_mode()

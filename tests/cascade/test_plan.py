@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from cascadeseg.cascade.pipeline import Segmenter
 from cascadeseg.cascade.plan import Plan
@@ -21,18 +22,27 @@ def long_scan(slices: int) -> Scan:
     return Scan(voxels, Grid.axis_aligned(voxels.shape, (0.75, 0.75, 1.0)), source="long.nii.gz")
 
 
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
 def test_without_limits_most_lungs_are_refined_whole():
     plan = Segmenter(tiny_model(), device="cpu").plan(long_scan(2000))
     assert plan.largest_tile > 150 * 220 * 330
     assert "each lung as a whole" in str(plan)
 
 
-def test_both_lungs_are_refined_at_once_where_that_takes_little_or_is_allowed():
+def test_both_lungs_are_refined_at_once_where_that_takes_little_or_is_allowed(two_threads):
     def shipped(slices: int, max_memory_gb: float | None = None) -> Plan:
         return Segmenter(device="cpu", engine="torch", max_memory_gb=max_memory_gb).plan(long_scan(slices))
 
     short = shipped(320)
     assert short.at_once
+    assert short.largest_tile > 150 * 220 * 330
     assert short.host_mb < 1200
     assert "both lungs at once" in str(short)
     assert not shipped(2000).at_once
@@ -40,9 +50,11 @@ def test_both_lungs_are_refined_at_once_where_that_takes_little_or_is_allowed():
     tight = shipped(320, max_memory_gb=short.host_mb / 1000 - 0.01)
     assert not tight.at_once
     assert tight.host_mb < short.host_mb
+    torch.set_num_threads(1)
+    assert not shipped(320).at_once
 
 
-def test_both_lungs_at_once_are_the_same_lungs():
+def test_both_lungs_at_once_are_the_same_lungs(two_threads):
     scan = chest(chest_grid((3.0, 3.0, 3.0)))
     segmenter = Segmenter(tiny_model(), device="cpu", precision="fp32", engine="torch")
     assert segmenter.plan(scan).at_once
