@@ -185,8 +185,7 @@ class Segmenter:
             scan = _as_scan(scan, affine, before=self.plan)
         planned = self.plan(scan)
         self.refiner.largest_tile = planned.largest_tile
-        each: Each = side_by_side if planned.at_once else one_by_one
-        labels, traces = self._segment(scan.canonical(), scan, clock, each)
+        labels, traces = self._segment(scan.canonical(), scan, clock, planned)
         with clock.step("measure", 0.97):
             results = _results(scan, labels, traces, Calibration.of(self.model))
         clock.progress("done", 1.0)
@@ -202,7 +201,7 @@ class Segmenter:
             model={"name": self.model.name, "version": self.model.version, "sha256": self.model.sha256},
         )
 
-    def _segment(self, canonical: Scan, scan: Scan, clock: _Clock, each: Each) -> tuple[Labels, _Traces]:
+    def _segment(self, canonical: Scan, scan: Scan, clock: _Clock, planned: Plan) -> tuple[Labels, _Traces]:
         with clock.step("locate", 0.15):
             coarse = locate(canonical, self.locator)
         with clock.step("crop", 0.35):
@@ -210,6 +209,7 @@ class Segmenter:
             boxes = crop_lungs(coarse)
             _refuse_giants(scan, boxes, coarse)
         with clock.step("refine", 0.4):
+            each: Each = side_by_side if planned.takes_both(self.refiner, boxes) else one_by_one
             lungs = each(lambda box: refine(canonical, box, coarse, self.refiner), boxes)
         with clock.step("merge", 0.8):
             labels = merge(lungs, scan.grid)

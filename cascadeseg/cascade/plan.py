@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, prod
+from math import ceil, inf, prod
 
+from cascadeseg.cascade.crop import LungBox
 from cascadeseg.cascade.locate import KEPT_MM, coarse_grid, slabs_along_z
 from cascadeseg.errors import ScanError
 from cascadeseg.formats.scan import Scan
@@ -34,20 +36,28 @@ class Plan:
         device_mb: memory of the GPU at its largest; 0 without one.
         largest_tile: voxels that stage 2 may see at a time.
         tiles: how many tiles the largest lung would take.
-        at_once: whether stage 2 works on both lungs at the same time.
+        both_mb: what stage 2 may take to work on both lungs at the same time: infinite where that is enough for the
+            largest, 0 under a limit where it is not, as boxes may grow.
     """
 
     host_mb: float
     device_mb: float
     largest_tile: float
     tiles: int
-    at_once: bool = False
+    both_mb: float = 0.0
 
     def __str__(self) -> str:
         gpu = f", {self.device_mb:,.0f} MB of the GPU" if self.device_mb else ""
         how = "each lung as a whole" if self.tiles == 1 else f"a large lung in {self.tiles} tiles"
-        how = "both lungs at once" if self.at_once else how
+        if self.both_mb:
+            how = "both lungs at once" if self.both_mb == inf else f"{how}, both at once if they are small"
         return f"at most {self.host_mb:,.0f} MB of memory{gpu}; {how}"
+
+    def takes_both(self, refiner: Runner, lungs: Sequence[LungBox]) -> bool:
+        """Whether stage 2 may work on these lungs at the same time."""
+        view, stride = refiner.stage.view, refiner.stage.unet.stride
+        shapes = [lung.extent(view.spacing_mm, stride).shape for lung in lungs]
+        return sum(pass_mb(refiner, prod(shape), shape[0] * shape[1]) for shape in shapes) <= self.both_mb
 
 
 def plan(
@@ -92,14 +102,21 @@ def plan(
     while limit_gb is not None and needed_mb(tile) > limit_gb * 1000 and tile > smallest:
         tile = max(smallest, tile - layer * stride)
     whole = tile >= prod(LARGEST_LUNG_VOXELS)
-    both_mb = fixed_mb + max(stage1_mb, 2 * pass_mb(refiner, tile, layer), after_mb)
-    at_once = refiner.shareable and whole and both_mb <= (UNASKED_MB if limit_gb is None else limit_gb * 1000)
+    most_mb, both_mb = needed_mb(tile), 0.0
+    if refiner.shareable and whole:
+        room_mb = (UNASKED_MB if limit_gb is None else limit_gb * 1000) - fixed_mb
+        largest_mb = max(stage1_mb, 2 * pass_mb(refiner, tile, layer), after_mb)
+        if largest_mb <= room_mb:
+            most_mb, both_mb = fixed_mb + largest_mb, inf
+        elif limit_gb is None:
+            both_mb = max(0.0, room_mb)
+            most_mb = max(most_mb, fixed_mb + both_mb)
     return Plan(
-        host_mb=host_mb if on_gpu else both_mb if at_once else needed_mb(tile),
-        device_mb=needed_mb(tile) if on_gpu else 0.0,
+        host_mb=host_mb if on_gpu else most_mb,
+        device_mb=most_mb if on_gpu else 0.0,
         largest_tile=tile,
         tiles=1 if whole else ceil(LARGEST_LUNG_VOXELS[2] / (tile / layer - context)),
-        at_once=at_once,
+        both_mb=both_mb,
     )
 
 

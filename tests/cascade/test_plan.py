@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 import torch
 
+from cascadeseg.cascade.crop import LungBox
 from cascadeseg.cascade.pipeline import Segmenter
 from cascadeseg.cascade.plan import Plan
 from cascadeseg.errors import ScanError
 from cascadeseg.formats import read_scan, write_scan
 from cascadeseg.formats.scan import Scan
-from cascadeseg.geometry import Grid
+from cascadeseg.geometry import Box, Grid
+from cascadeseg.labels import LEFT_LUNG, RIGHT_LUNG
 from cascadeseg.network import UNet, UNetConfig, View, stage_of
 from tests.cascade.chest import chest, chest_grid, dice, tiny_model
 
@@ -41,30 +43,45 @@ def test_both_lungs_are_refined_at_once_where_that_takes_little_or_is_allowed(tw
         return Segmenter(device="cpu", engine="torch", max_memory_gb=max_memory_gb).plan(long_scan(slices))
 
     short = shipped(320)
-    assert short.at_once
+    assert short.both_mb == np.inf
     assert short.largest_tile > 150 * 220 * 330
     assert short.host_mb < 1200
     assert "both lungs at once" in str(short)
-    assert not shipped(2000).at_once
-    assert shipped(2000, max_memory_gb=4).at_once
+    assert not shipped(2000).both_mb
+    assert shipped(2000, max_memory_gb=4).both_mb == np.inf
     tight = shipped(320, max_memory_gb=short.host_mb / 1000 - 0.01)
-    assert not tight.at_once
+    assert not tight.both_mb
     assert tight.host_mb < short.host_mb
     torch.set_num_threads(1)
-    assert not shipped(320).at_once
+    assert not shipped(320).both_mb
+
+
+def test_lungs_that_turn_out_to_be_small_are_refined_at_once_in_scans_of_medium_length(two_threads):
+    segmenter = Segmenter(device="cpu", engine="torch")
+    medium = segmenter.plan(long_scan(600))
+    assert 0 < medium.both_mb < np.inf
+    assert medium.host_mb <= 1200
+    assert "if they are small" in str(medium)
+    grid = Grid.axis_aligned((200, 200, 200), (2.0, 2.0, 2.0))
+    small, large = (
+        LungBox(label, Box((0, 0, 0), (x, 100, 150)), grid) for label, x in ((RIGHT_LUNG, 60), (LEFT_LUNG, 200))
+    )
+    assert medium.takes_both(segmenter.refiner, [small, small])
+    assert not medium.takes_both(segmenter.refiner, [large, large])
 
 
 def test_both_lungs_at_once_are_the_same_lungs(two_threads):
     scan = chest(chest_grid((3.0, 3.0, 3.0)))
     segmenter = Segmenter(tiny_model(), device="cpu", precision="fp32", engine="torch")
-    assert segmenter.plan(scan).at_once
+    assert segmenter.plan(scan).both_mb
     at_once = segmenter.segment(scan).labels
-    segmenter.plan = lambda scan: replace(Segmenter.plan(segmenter, scan), at_once=False)  # type: ignore[method-assign]
+    segmenter.plan = lambda scan: replace(Segmenter.plan(segmenter, scan), both_mb=0.0)  # type: ignore[method-assign]
     assert at_once.any()
     assert np.array_equal(at_once, segmenter.segment(scan).labels)
 
 
-def test_a_limit_is_kept_by_tiles():
+def test_a_limit_is_kept_by_tiles(two_threads):
+    torch.set_num_threads(1)  # one lung after the other
     wide = UNetConfig(2, 1, widths=(48, 64, 64), block="bottleneck")
     model = replace(tiny_model(), refiner=stage_of(View(1.0, prior=True), UNet(wide)))
     free = Segmenter(model, device="cpu").plan(long_scan(320))
