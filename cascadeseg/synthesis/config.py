@@ -33,7 +33,7 @@ class PathologyConfig:
 
     ``consolidation_reach`` is how far the most extensive fifth of consolidations goes (the largest of them, roughly as
     a share of the lungs); ``consolidation_density`` is where the draw of how solid one is ends, above 1 for more of
-    them without any air.
+    them without any air. ``effusion_depth`` is the median thickness of pleural fluid at the dependent wall, body mm.
     """
 
     rate: float = 1.0
@@ -53,6 +53,7 @@ class PathologyConfig:
     fibrosis: float = 0.12
     pleural_thickening: float = 0.12
     effusion: float = 0.22
+    effusion_depth: float = 20.0
     pneumothorax: float = 0.05
     missing_lung: float = 0.03
     subcutaneous_air: float = 0.03
@@ -192,7 +193,8 @@ PRESETS: dict[str, SynthesisConfig] = {
             lobar=0.3,
             white_lung=0.1,
             emphysema=0.25,
-            effusion=0.3,
+            effusion=0.4,
+            effusion_depth=40.0,
         ),
         randomisation=RandomisationConfig(density=0.3),
     ),

@@ -91,9 +91,10 @@ def draw_findings(d: Draw, config: PathologyConfig, child: bool) -> Findings:
     solid = min(1.0, d.uniform(0.55, config.consolidation_density)) if d.chance(config.consolidation * f) else 0.0
     missing = d.integer(0, 1) if d.chance(config.missing_lung * f) else -1
     white = d.integer(0, 1) if d.chance(config.white_lung * f) else -1
-    effusion = [d.lognormal(20, 0.7, 3, 110) if d.chance(config.effusion * f) else 0.0 for _ in range(2)]
+    deep = config.effusion_depth
+    effusion = [d.lognormal(deep, 0.7, 3, 5.5 * deep) if d.chance(config.effusion * f) else 0.0 for _ in range(2)]
     if effusion[0] and d.chance(0.5):
-        effusion[1] = d.lognormal(18, 0.6, 3, 80)
+        effusion[1] = d.lognormal(0.9 * deep, 0.6, 3, 4 * deep)
     air = [d.lognormal(18, 0.7, 3, 80) if d.chance(config.pneumothorax * f) else 0.0 for _ in range(2)]
     smoker = 0.0 if child else (d.uniform(0.25, 1.0) if d.chance(config.emphysema * f) else 0.0)
     collapse = d.uniform(4, 40) if d.chance(config.atelectasis * f) else 0.0

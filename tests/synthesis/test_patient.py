@@ -54,6 +54,17 @@ def test_consolidation_reaches_as_far_and_is_as_solid_as_asked() -> None:
     assert 0.25 < np.mean([f.consolidation == 1 for f in consolidations(solid)]) < 0.55
 
 
+def test_effusion_is_as_deep_as_asked() -> None:
+    def deepest(config: PathologyConfig) -> list[float]:
+        findings = [sample_patient(seed, SynthesisConfig(pathology=config)).findings for seed in range(150)]
+        return [max(f.effusion) for f in findings]
+
+    usual = PathologyConfig(healthy_share=0.0, effusion=1.0)
+    deep = replace(usual, effusion_depth=40.0)
+    assert max(deepest(usual)) <= 110
+    assert np.allclose(np.median(deepest(deep)), 2 * np.median(deepest(usual)), rtol=0.05)
+
+
 def test_views_are_mixed_and_fields_range_from_small_to_700_mm() -> None:
     patients = [sample_patient(seed) for seed in range(400)]
     kinds = [p.view.kind for p in patients]
