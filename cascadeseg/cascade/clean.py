@@ -50,7 +50,9 @@ def clean(labels: Labels, regions: Sequence[tuple[Label, Box]], grid: Grid, coar
 
 def _parts(lung: Mask, grid: Grid, coarse: Coarse) -> Mask:
     """What is large enough, and seen by both stages, of a lung on a canonical grid."""
-    components = cc3d.connected_components(lung, connectivity=6)
+    components, count = cc3d.connected_components(lung, connectivity=6, return_N=True)
+    if count == 1:
+        return lung
     sizes = cc3d.statistics(components)["voxel_counts"] * grid.voxel_volume_ml
     sizes[0] = 0
     kept = sizes >= min(sizes.max(), max(SMALLEST_PART_ML, SMALLEST_PART_SHARE * sizes.max()))

@@ -324,7 +324,7 @@ def _touches(mask: np.ndarray[Any, np.dtype[np.bool_]], box: Box, shape: tuple[i
     for axis, names in enumerate(FACES):
         for far, name in enumerate(names):
             at_border = box.stop[axis] == shape[axis] if far else box.start[axis] == 0
-            if at_border and mask.take(-1 if far else 0, axis=axis).any():
+            if at_border and np.moveaxis(mask, axis, 0)[-1 if far else 0].any():
                 touched.append(name)
     return tuple(touched)
 
