@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cascadeseg.cascade.resample import resample_scan
+from cascadeseg.cascade.resample import resample_scan, windows_of
 from cascadeseg.formats.scan import Scan
 from cascadeseg.geometry import Box, Grid, Shape
 from cascadeseg.network.bounded import Runner
@@ -66,12 +66,12 @@ def locate(scan: Scan, engine: Runner) -> Coarse:
 
 
 def _image(scan: Scan, grid: Grid, view: View, device: torch.device) -> Layers:
-    """(1, X, Y, Z) what stage 1 sees on a grid."""
+    """(C, X, Y, Z) what stage 1 sees on a grid."""
 
     def make(z: slice) -> Tensor:
-        return resample_scan(scan, grid.cropped(_layers(grid, z)), view, device)[None]
+        return windows_of(resample_scan(scan, grid.cropped(_layers(grid, z)), view, device), view)
 
-    return Layers((1, *grid.shape), make)
+    return Layers((view.channels, *grid.shape), make)
 
 
 def _probabilities(logits: Tensor) -> Tensor:

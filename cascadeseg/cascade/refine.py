@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cascadeseg.cascade.crop import LungBox, bounds, regrow
 from cascadeseg.cascade.locate import Coarse
-from cascadeseg.cascade.resample import resample_scan, resample_volume
+from cascadeseg.cascade.resample import resample_scan, resample_volume, windows_of
 from cascadeseg.formats.scan import Scan
 from cascadeseg.geometry import Box, Grid
 from cascadeseg.labels import LEFT_LUNG, LUNGS, Label
@@ -51,7 +51,8 @@ def lung_image(scan: Scan, coarse: Coarse | None, label: Label, grid: Grid, view
         device: where to work.
 
     Returns:
-        (C, X, Y, Z) float32: the image, and where ``view.prior`` this lung's probability minus the other's.
+        (C, X, Y, Z) float32: the image, soft tissue once more where ``view.tissue``, and where ``view.prior`` this
+        lung's probability minus the other's.
     """
     return lung_layers(scan, coarse, label, grid, view, device)[..., :]
 
@@ -65,12 +66,12 @@ def lung_layers(
 
     def make(z: slice) -> Tensor:
         part = grid.cropped(Box((0, 0, z.start), (nx, ny, z.stop)))
-        channels = [resample_scan(scan, part, view, device)]
+        channels = windows_of(resample_scan(scan, part, view, device), view)
         if opinion:
-            channels.append(opinion(part))
-        return mirrored(torch.stack(channels), label)
+            channels = torch.cat([channels, opinion(part)[None]])
+        return mirrored(channels, label)
 
-    return Layers((2 if view.prior else 1, nx, ny, nz), make)
+    return Layers((view.channels, nx, ny, nz), make)
 
 
 def _opinion(

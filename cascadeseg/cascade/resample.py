@@ -122,6 +122,19 @@ def resample_scan(scan: Scan, target: Grid, view: View, device: torch.device) ->
     return image.permute(2, 1, 0)
 
 
+def windows_of(image: Tensor, view: View) -> Tensor:
+    """(X, Y, Z) or (1, X, Y, Z) that `resample_scan` made to (C, X, Y, Z): with soft tissue once more where it is seen.
+
+    A window of an average is not an average of windows: it is opened on the image's own grid, in training as well.
+    """
+    image = image if image.ndim == 4 else image[None]
+    if not view.tissue:
+        return image
+    width = view.tissue_high_hu - view.tissue_low_hu
+    tissue = image * (view.scale_hu / width) + (view.low_hu - view.tissue_low_hu) / width
+    return torch.cat([image, tissue.clamp_(0, 1)])
+
+
 def _windowed(scan: Scan, box: Box, view: View, device: torch.device) -> Tensor:
     """(Z, Y, X) float32: how far above ``low_hu`` the voxels of a box are.
 

@@ -37,7 +37,11 @@ class View:
         low_hu: HU that becomes 0 in the image, with everything below it. Air, so that zero padding *is* air.
         high_hu: HU above which everything is alike.
         scale_hu: HU from ``low_hu`` that become 1.
-        prior: whether stage 1's opinion (this lung's probability minus the other's) is a second channel.
+        tissue_low_hu: HU that becomes 0 in a second channel, the same image in a window of soft tissue. In the first
+            one fluid, fat, muscle and lung without air all but coincide, in bfloat16 above all, which has steps of
+            8 HU there.
+        tissue_high_hu: HU that becomes 1 in it; no higher than the other: there is no such channel.
+        prior: whether stage 1's opinion (this lung's probability minus the other's) is the last channel.
         prior_spacing_mm: the opinion is seen at this spacing, coarse enough to tell where lung is and not where its
             surface lies, which the image shows better; 0: at stage 1's own.
         prior_contrast: stage 1's probabilities are stretched about one half by this factor before, and cut to 0..1:
@@ -48,13 +52,20 @@ class View:
     low_hu: float = -1024.0
     high_hu: float = 600.0
     scale_hu: float = 1000.0
+    tissue_low_hu: float = 0.0
+    tissue_high_hu: float = 0.0
     prior: bool = False
     prior_spacing_mm: float = 0.0
     prior_contrast: float = 1.0
 
     @property
+    def tissue(self) -> bool:
+        """Whether soft tissue has a channel of its own."""
+        return self.tissue_high_hu > self.tissue_low_hu
+
+    @property
     def channels(self) -> int:
-        return 2 if self.prior else 1
+        return 1 + self.tissue + self.prior
 
 
 @dataclass(frozen=True)

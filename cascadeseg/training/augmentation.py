@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from cascadeseg.cascade.resample import axis_weights
+from cascadeseg.cascade.resample import axis_weights, windows_of
 from cascadeseg.labels import IGNORE, LEFT_LUNG, RIGHT_LUNG
 from cascadeseg.training.config import TrainingConfig
 
@@ -33,7 +33,7 @@ class Cut:
     """A window of a case, not varied yet.
 
     Attributes:
-        image: (C, x, y, z).
+        image: (C, x, y, z), of soft tissue no window of its own yet.
         labels: (x, y, z) uint8.
         shape: what it will be stretched to.
         patch: the largest shape a patch may have.
@@ -230,7 +230,7 @@ def _recoloured(x: Tensor, config: TrainingConfig, random: Generator) -> Tensor:
     if _chance(0.5, random):
         sd = amounts.noise_hu * float(torch.rand((), generator=random)) / view.scale_hu
         image = image + sd * _noise(image, random)
-    image = image.clamp(0, highest)
+    image = windows_of(image.clamp(0, highest), view)
     if not view.prior:
         return image
     return torch.cat([image, _damaged(x[1:], amounts.prior, random)])

@@ -6,7 +6,7 @@ that is the same for both.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -39,7 +39,8 @@ class Prepared:
 
     Attributes:
         name: unique among the cases of a run.
-        image: (C, X, Y, Z) float32, as the network gets it.
+        image: (C, X, Y, Z) float32, as the network gets it, but for the window of soft tissue, which is opened when the
+            image has been varied.
         labels: (X, Y, Z) uint8: stage 1: 0, 1 right, 2 left; stage 2: 0, 1; `IGNORE` where nothing is asked.
     """
 
@@ -185,7 +186,8 @@ def stage2_case(
     config: TrainingConfig,
 ) -> Prepared:
     """One lung's crop as the refiner sees it."""
-    image = lung_image(scan, coarse, lung.label, grid, config.view, CPU)
+    one_window = replace(config.view, tissue_high_hu=config.view.tissue_low_hu)
+    image = lung_image(scan, coarse, lung.label, grid, one_window, CPU)
     sided = mirrored(labels_on(labels, scan.grid, grid), lung.label)
     return Prepared(name, image.cpu(), _of_one_lung(sided, lung.label))
 

@@ -306,7 +306,7 @@ def _check_numbers(config: TrainingConfig) -> None:
     if (unet.in_channels, unet.out_channels) != wanted:
         found = f"{unet.in_channels} channels in and {unet.out_channels} out"
         expected = f"{wanted[0]} in and {wanted[1]} out, for stage {config.stage} and its view"
-        raise ConfigError("unet", found, expected, "change unet.in_channels, unet.out_channels or view.prior")
+        raise ConfigError("unet", found, expected, "change unet.in_channels, unet.out_channels or the view")
 
 
 def _record(run: Run) -> None:

@@ -5,11 +5,13 @@ from itertools import permutations, product
 
 import numpy as np
 import pytest
+import torch
 
 from cascadeseg.cascade.pipeline import Segmenter
 from cascadeseg.errors import ModelError, ScanError
 from cascadeseg.geometry import Box, Grid, canonical_view
 from cascadeseg.labels import LUNGS
+from cascadeseg.network.model import Stage
 from tests.cascade.chest import (
     CENTRES,
     RADII,
@@ -141,3 +143,20 @@ def test_a_model_without_second_stage_is_refused():
 def test_the_toy_lungs_lie_on_their_sides():
     # World x grows to the patient's right.
     assert CENTRES[LUNGS[0]][0] > 0 > CENTRES[LUNGS[1]][0]
+
+
+def test_a_window_of_soft_tissue_that_nothing_looks_at_changes_nothing():
+    def with_tissue(stage: Stage) -> Stage:
+        cells = 8  # of a space-to-depth stem
+        weights = dict(stage.weights)
+        stem = weights["stem.convolution.weight"]
+        blind = torch.cat([stem[:, :cells], torch.zeros_like(stem[:, :cells]), stem[:, cells:]], dim=1)
+        view = replace(stage.view, tissue_low_hu=-150.0, tissue_high_hu=150.0)
+        unet = replace(stage.unet, in_channels=stage.unet.in_channels + 1)
+        return Stage(view, unet, weights | {"stem.convolution.weight": blind})
+
+    model, scan = tiny_model(), chest(chest_grid((3.0, 3.0, 3.0)))
+    two = replace(model, locator=with_tissue(model.locator), refiner=with_tissue(model.refiner))
+    one_window, two_windows = (Segmenter(each, device="cpu", precision="fp32").segment(scan) for each in (model, two))
+    assert one_window.labels.any()
+    assert np.array_equal(one_window.labels, two_windows.labels)

@@ -100,7 +100,7 @@ def test_contrast_takes_the_haze_from_an_opinion_and_leaves_what_is_sure():
 @pytest.mark.parametrize("spacing", [0.0, 24.0])
 def test_an_image_made_slab_by_slab_equals_the_whole(spacing):
     scan = chest(chest_grid((2.0, 2.0, 2.0)))
-    view = View(1.7, prior=True, prior_spacing_mm=spacing)
+    view = View(1.7, tissue_low_hu=-150, tissue_high_hu=150, prior=True, prior_spacing_mm=spacing)
     seen = scan, coarse_of(scan.grid), LEFT_LUNG, scan.grid.resampled(1.7), view
     layers, whole = lung_layers(*seen, CPU), lung_image(*seen, CPU)
     parts = [layers[..., start : start + 30] for start in range(0, layers.shape[3], 30)]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from cascadeseg.cascade.resample import axis_weights, resample_scan, resample_volume
+from cascadeseg.cascade.resample import axis_weights, resample_scan, resample_volume, windows_of
 from cascadeseg.formats.scan import Scan
 from cascadeseg.geometry import Box, Grid
 from cascadeseg.network import View
@@ -87,3 +87,13 @@ def test_a_target_entirely_outside_is_air():
     grid = Grid.axis_aligned((3, 3, 3), (1, 1, 1))
     far = Grid.axis_aligned((2, 2, 2), (1, 1, 1), (50, 50, 50))
     assert not resample_scan(Scan(np.full((3, 3, 3), 100, np.int16), grid), far, View(1.0), CPU).any()
+
+
+def test_a_window_of_soft_tissue_runs_from_its_lowest_hu_to_its_highest():
+    hu = np.array([-1024, -150, 0, 75, 150, 3000], np.int16).reshape(1, 1, 6)
+    grid = Grid.axis_aligned(hu.shape, (1, 1, 1))
+    view = View(1.0, tissue_low_hu=-150, tissue_high_hu=150)
+    whole, tissue = windows_of(resample_scan(Scan(hu, grid), grid, view, CPU), view)
+    np.testing.assert_allclose(whole.flatten(), [0, 0.874, 1.024, 1.099, 1.174, 1.624], atol=1e-6)
+    np.testing.assert_allclose(tissue.flatten(), [0, 0, 0.5, 0.75, 1, 1], atol=1e-5)
+    assert windows_of(whole, View(1.0)).shape == (1, 1, 1, 6)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from cascadeseg.cascade.resample import windows_of
 from cascadeseg.labels import IGNORE
 from cascadeseg.training.augmentation import cut, varied
 from cascadeseg.training.data import batch_of
@@ -30,6 +31,20 @@ def test_without_augmentation_a_whole_patch_is_the_case(whole):
     patch, target = patch_of(image, labels, whole, 3)
     np.testing.assert_array_equal(patch.numpy(), image.astype(np.float32))
     np.testing.assert_array_equal(target.numpy(), labels)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_window_of_soft_tissue_is_opened_on_what_has_been_varied(stage):
+    patch = (32, 32, 32)
+    config = stage1("none", patch=patch) if stage == 1 else stage2("none", Path("none"), patch=patch)
+    view = replace(config.view, tissue_low_hu=-150.0, tissue_high_hu=150.0)
+    image = np.random.default_rng(0).uniform(0.8, 1.3, (1 + view.prior, 32, 32, 32)).astype(np.float16)
+    patch, _ = patch_of(image, np.ones(image.shape[1:], np.uint8), replace(config, view=view), 3)
+    assert len(patch) == view.channels
+    assert torch.equal(patch[:2], windows_of(patch[:1], view))
+    assert not torch.equal(patch[0], torch.from_numpy(image[0]).float())
+    one_window, _ = patch_of(image, np.ones(image.shape[1:], np.uint8), config, 3)
+    assert torch.equal(one_window, patch[[0, 2] if view.prior else [0]])
 
 
 @pytest.mark.parametrize("warp", [0.0, 1.0])
