@@ -69,7 +69,7 @@ def _image(scan: Scan, grid: Grid, view: View, device: torch.device) -> Layers:
     """(C, X, Y, Z) what stage 1 sees on a grid."""
 
     def make(z: slice) -> Tensor:
-        return windows_of(resample_scan(scan, grid.cropped(_layers(grid, z)), view, device), view)
+        return windows_of(resample_scan(scan, grid.cropped(_layers(grid, z)), view, device)[None], view)
 
     return Layers((view.channels, *grid.shape), make)
 

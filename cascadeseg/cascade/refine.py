@@ -66,7 +66,7 @@ def lung_layers(
 
     def make(z: slice) -> Tensor:
         part = grid.cropped(Box((0, 0, z.start), (nx, ny, z.stop)))
-        channels = windows_of(resample_scan(scan, part, view, device), view)
+        channels = windows_of(resample_scan(scan, part, view, device)[None], view)
         if opinion:
             channels = torch.cat([channels, opinion(part)[None]])
         return mirrored(channels, label)

@@ -123,11 +123,10 @@ def resample_scan(scan: Scan, target: Grid, view: View, device: torch.device) ->
 
 
 def windows_of(image: Tensor, view: View) -> Tensor:
-    """(X, Y, Z) or (1, X, Y, Z) that `resample_scan` made to (C, X, Y, Z): with soft tissue once more where it is seen.
+    """(1, X, Y, Z) as `resample_scan` makes it to (C, X, Y, Z): with soft tissue once more where the view has it.
 
     A window of an average is not an average of windows: it is opened on the image's own grid, in training as well.
     """
-    image = image if image.ndim == 4 else image[None]
     if not view.tissue:
         return image
     width = view.tissue_high_hu - view.tissue_low_hu
