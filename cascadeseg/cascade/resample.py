@@ -93,7 +93,7 @@ def resample_scan(scan: Scan, target: Grid, view: View, device: torch.device) ->
     """The image a stage sees: a scan's HU, windowed, on a target grid.
 
     Args:
-        scan: a scan in canonical orientation (`canonical_scan`).
+        scan: a scan in canonical orientation (`Scan.canonical`).
         target: a grid with the scan's directions.
         view: the window.
         device: where the work is done and the result lies.
