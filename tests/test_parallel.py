@@ -11,11 +11,8 @@ ALONE = not torch.backends.openmp.is_available()
 
 
 @pytest.fixture
-def four_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(4)
-    yield
-    torch.set_num_threads(before)
+def four_threads(torch_threads):
+    torch_threads(4)
 
 
 @pytest.mark.skipif(ALONE, reason="torch counts its threads without OpenMP")

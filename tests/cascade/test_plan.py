@@ -25,11 +25,8 @@ def long_scan(slices: int) -> Scan:
 
 
 @pytest.fixture
-def two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
+def two_threads(torch_threads):
+    torch_threads(2)
 
 
 def test_without_limits_most_lungs_are_refined_whole():

@@ -185,14 +185,12 @@ for line in sys.stdin:
 """
 
 
-def test_a_run_killed_at_twenty_moments_resumes_to_the_same_bits(recipe, tmp_path):
+def test_a_run_killed_at_twenty_moments_resumes_to_the_same_bits(recipe, tmp_path, torch_threads):
     config = recipe(steps=40, save_every=1, validate_every=20)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch_threads(1)
     began = time.perf_counter()
     whole = run(config, tmp_path / "whole")
     lasted = time.perf_counter() - began
-    torch.set_num_threads(threads)
     (tmp_path / "recipe.toml").write_text(configs.dump(config))
     command = [sys.executable, "-c", KILLED, str(tmp_path / "recipe.toml"), str(tmp_path / "killed")]
     chance = random.Random(0)
@@ -202,9 +200,7 @@ def test_a_run_killed_at_twenty_moments_resumes_to_the_same_bits(recipe, tmp_pat
             parent.stdin.write(f"{chance.uniform(0.05, min(0.4, 0.5 * lasted))}\n")
             assert parent.stdout.readline() == "killed\n"
         parent.stdin.close()
-    torch.set_num_threads(1)
     resumed = run(config, tmp_path / "killed", resume=True)
-    torch.set_num_threads(threads)
     assert weights(resumed) == weights(whole)
     assert [line["step"] for line in lines(tmp_path / "killed")][-1] == 40
 
