@@ -1,0 +1,237 @@
+"""How masks of real scans fare when one thing at a time is changed about the scan, from resolution to a mirrored body.
+
+    python scripts/robustness.py SCANS OUT [--model DIR] [--workers 2] [--changes NAME ...]
+
+SCANS holds NAME.nii.gz and NAME_ref.nii.gz (1 right lung, 2 left lung, 255 ignored), as for validate.py; the reference
+undergoes what the scan does. The severity curves (severity.py) know the truth to the voxel, but their patients are
+synthetic; here the patients are real, and what is changed about them is simple. OUT gets one JSON file a scan and
+change in a folder named by the model's hash (one that is there is not made again, so it can be interrupted), and
+table.md. The scans are for validation only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy as np
+import SimpleITK
+from phantoms import made
+from validate import scans_of
+
+from cascadeseg import Segmenter, read_scan
+from cascadeseg.evaluation.metrics import evaluate
+from cascadeseg.formats import Scan, read_labels
+from cascadeseg.geometry import Box, Grid, canonical_view
+from cascadeseg.labels import IGNORE, LUNGS
+from cascadeseg.network import load_model
+
+AIR_HU = -1024
+SMALLEST_ML = 50.0
+"""What of a lung must be left in the scan for it to count."""
+
+Labels = np.ndarray[Any, Any]
+Case = tuple[Scan, Labels]
+
+
+# ------------------------------------------------------------------------------------ what is changed
+
+
+def averaged(scan: Scan, labels: Labels, mm: tuple[float, float, float]) -> Case:
+    """Voxels of about this size, each the mean of those in it, as a coarser reconstruction gives."""
+    count = [max(1, round(wanted / own)) for wanted, own in zip(mm, scan.grid.spacing_mm, strict=True)]
+    kept = Box.whole([n // k * k for n, k in zip(scan.grid.shape, count, strict=True)])
+    blocks = [m for n, k in zip(kept.shape, count, strict=True) for m in (n // k, k)]
+
+    def means(array: Labels) -> Labels:
+        mean_of: Labels = array[kept.slices].reshape(blocks).mean(axis=(1, 3, 5), dtype=np.float32)
+        return mean_of
+
+    spacing = [own * k for own, k in zip(scan.grid.spacing_mm, count, strict=True)]
+    coarse = np.zeros([n // k for n, k in zip(kept.shape, count, strict=True)], np.uint8)
+    for value in (*(lung.value for lung in LUNGS), IGNORE):
+        coarse[means(labels == value) > 0.5] = value
+    return changed(scan, means(scan.hu()), spacing), coarse
+
+
+def noisy(scan: Scan, labels: Labels, sd_hu: float) -> Case:
+    """White noise in every voxel."""
+    noise = np.random.default_rng(0).normal(0, sd_hu, scan.grid.shape)
+    return changed(scan, scan.hu() + noise), labels
+
+
+def blurred(scan: Scan, labels: Labels, sd_mm: float) -> Case:
+    """As by a soft kernel."""
+    smooth = SimpleITK.SmoothingRecursiveGaussian(image_of(scan, scan.hu()), sd_mm)
+    return changed(scan, array_of(smooth)), labels
+
+
+def shifted(scan: Scan, labels: Labels, offset_hu: float) -> Case:
+    """A scanner that is out of calibration."""
+    return changed(scan, scan.hu() + offset_hu), labels
+
+
+def clipped(scan: Scan, labels: Labels, low_hu: float, high_hu: float) -> Case:
+    """Saved as a window shows it."""
+    return changed(scan, scan.hu().clip(low_hu, high_hu)), labels
+
+
+def cut(scan: Scan, labels: Labels, axis: int, low: float, high: float) -> Case:
+    """A field of view that lacks a share of the lungs' extent at the low or the high end of an axis."""
+    place = np.flatnonzero(np.isin(labels, [lung.value for lung in LUNGS]).any(tuple({0, 1, 2} - {axis})))
+    first, extent = int(place[0]), int(place[-1] - place[0]) + 1
+    start, stop = [0, 0, 0], list(scan.grid.shape)
+    if low:
+        start[axis] = first + round(low * extent)
+    if high:
+        stop[axis] = first + round((1 - high) * extent)
+    box = Box((start[0], start[1], start[2]), (stop[0], stop[1], stop[2]))
+    return changed(scan, scan.hu(box)), labels[box.slices]
+
+
+def scaled(scan: Scan, labels: Labels, factor: float) -> Case:
+    """A body of another size."""
+    return changed(scan, scan.hu(), [factor * mm for mm in scan.grid.spacing_mm]), labels
+
+
+def turned(scan: Scan, labels: Labels, axis: int, degrees: float) -> Case:
+    """A patient who lies askew, rotated about the middle of the scan."""
+    image = image_of(scan, scan.hu())
+    turn = SimpleITK.Euler3DTransform()
+    turn.SetCenter(image.TransformContinuousIndexToPhysicalPoint([(n - 1) / 2 for n in scan.grid.shape]))
+    turn.SetRotation(*(float(np.deg2rad(degrees)) if a == axis else 0.0 for a in range(3)))
+    hu = SimpleITK.Resample(image, image, turn, SimpleITK.sitkLinear, AIR_HU)
+    names = SimpleITK.Resample(image_of(scan, labels), image, turn, SimpleITK.sitkNearestNeighbor, 0)
+    return changed(scan, array_of(hu)), array_of(names)
+
+
+def mirrored(scan: Scan, labels: Labels) -> Case:
+    """Situs inversus: the heart and all else on the other side."""
+    other = labels.copy()
+    for lung, opposite in zip(LUNGS, reversed(LUNGS), strict=True):
+        other[labels == lung.value] = opposite.value
+    return changed(scan, scan.hu()[::-1]), other[::-1]
+
+
+def every_other_slice(scan: Scan, labels: Labels) -> Case:
+    """Slices left out, the header telling so."""
+    x, y, z = scan.grid.spacing_mm
+    return changed(scan, scan.hu()[:, :, ::2], [x, y, 2 * z]), labels[:, :, ::2]
+
+
+CHANGES: dict[str, Callable[[Scan, Labels], Case]] = {
+    "as it is": lambda scan, labels: (scan, labels),
+    "every other slice": every_other_slice,
+    "slices averaged to 5 mm": partial(averaged, mm=(0, 0, 5)),
+    "slices averaged to 10 mm": partial(averaged, mm=(0, 0, 10)),
+    "voxels averaged to 3 mm": partial(averaged, mm=(3, 3, 3)),
+    "noise of 50 HU": partial(noisy, sd_hu=50),
+    "noise of 150 HU": partial(noisy, sd_hu=150),
+    "blurred, sd 1.5 mm": partial(blurred, sd_mm=1.5),
+    "blurred, sd 3 mm": partial(blurred, sd_mm=3),
+    "60 HU less": partial(shifted, offset_hu=-60),
+    "60 HU more": partial(shifted, offset_hu=60),
+    "clipped to -1350..150 HU (lung window)": partial(clipped, low_hu=-1350, high_hu=150),
+    "clipped to -160..240 HU (soft tissue window)": partial(clipped, low_hu=-160, high_hu=240),
+    "without the lungs' upper third": partial(cut, axis=2, low=0, high=1 / 3),
+    "without their lower third": partial(cut, axis=2, low=1 / 3, high=0),
+    "without their upper two thirds": partial(cut, axis=2, low=0, high=2 / 3),
+    "without their front third": partial(cut, axis=1, low=0, high=1 / 3),
+    "without their left half": partial(cut, axis=0, low=1 / 2, high=0),
+    "without their right half": partial(cut, axis=0, low=0, high=1 / 2),
+    "0.7 times the size": partial(scaled, factor=0.7),
+    "1.3 times the size": partial(scaled, factor=1.3),
+    "turned by 20 degrees about the long axis": partial(turned, axis=2, degrees=20),
+    "turned by 20 degrees sideways": partial(turned, axis=1, degrees=20),
+    "mirrored (situs inversus)": mirrored,
+}
+
+
+# ------------------------------------------------------------------------------------ scans and arrays
+
+
+def changed(scan: Scan, hu: Labels, spacing_mm: Any = None) -> Scan:
+    """The scan with other voxels, whole HU as scanners store them."""
+    voxels = np.ascontiguousarray(hu.round().clip(-32768, 32767).astype(np.int16))
+    grid = Grid.axis_aligned(voxels.shape, scan.grid.spacing_mm if spacing_mm is None else spacing_mm)
+    return replace(scan, voxels=voxels, grid=grid, slope=1.0, intercept=0.0)
+
+
+def image_of(scan: Scan, array: Labels) -> Any:
+    """(X, Y, Z) as ITK's image."""
+    image = SimpleITK.GetImageFromArray(array.transpose(2, 1, 0))
+    image.SetSpacing([float(mm) for mm in scan.grid.spacing_mm])
+    return image
+
+
+def array_of(image: Any) -> Labels:
+    """ITK's image as (X, Y, Z)."""
+    array: Labels = SimpleITK.GetArrayFromImage(image).transpose(2, 1, 0)
+    return array
+
+
+# ------------------------------------------------------------------------------------ measuring and showing
+
+
+def scored(segmenter: Segmenter, path: str, change: str) -> dict[str, Any]:
+    """One scan with one change."""
+    scan = read_scan(path).canonical()
+    labels, grid = read_labels(path.replace(".nii.gz", "_ref.nii.gz"))
+    case, reference = CHANGES[change](changed(scan, scan.hu()), np.asarray(canonical_view(labels, grid)))
+    result = segmenter.segment(case)
+    lungs = [
+        {"side": lung.side, "dice": scores.dice, "nsd_2mm": scores.nsd_2mm, "verdict": told.verdict}
+        for lung, scores, told in zip(
+            LUNGS, evaluate(result.labels, reference, case.grid.spacing_mm), result.lungs, strict=True
+        )
+        if np.count_nonzero(reference == lung.value) * case.grid.voxel_volume_ml >= SMALLEST_ML
+    ]
+    return {"scan": Path(path).name, "change": change, "lungs": lungs, "seconds": sum(result.seconds.values())}
+
+
+def slug(change: str) -> str:
+    """A change's name as part of a file's."""
+    return re.sub("[^a-z0-9]+", "-", change).strip("-")
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    """A row a change."""
+    lines = ["| | lungs | mean Dice | worst | mean NSD 2 mm | for review |", "|---" * 6 + "|"]
+    for change in CHANGES:
+        lungs = [lung for record in records if record["change"] == change for lung in record["lungs"]]
+        if lungs:
+            values = [lung["dice"] for lung in lungs]
+            review = sum(lung["verdict"] == "review" for lung in lungs)
+            cells = [f"{mean(values):.3f}", f"{min(values):.3f}", f"{mean(lung['nsd_2mm'] for lung in lungs):.3f}"]
+            lines.append(f"| {change} | {len(lungs)} | {' | '.join(cells)} | {review} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("scans", type=Path)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--model", help="a model folder; default: the shipped one")
+    parser.add_argument("--changes", nargs="+", choices=CHANGES, default=list(CHANGES))
+    parser.add_argument("--workers", type=int, default=1, help="processes; default 1")
+    options = parser.parse_args()
+    record = options.output / load_model(options.model).sha256[:12]
+    jobs = {
+        record / f"{path.name.removesuffix('.nii.gz')}-{slug(change)}.json": (str(path), change)
+        for path in scans_of(options.scans)
+        if path.with_name(path.name.replace(".nii.gz", "_ref.nii.gz")).exists()
+        for change in options.changes
+    }
+    records = made(jobs, scored, options.model, options.workers)
+    (options.output / "table.md").write_text(table(records), encoding="utf-8")
+    print(table(records))
+
+
+if __name__ == "__main__":
+    main()
