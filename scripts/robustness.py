@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import SimpleITK
 from phantoms import made
-from validate import scans_of
+from validate import reference_of, scans_of
 
 from cascadeseg import Segmenter, read_scan
 from cascadeseg.evaluation.metrics import evaluate
@@ -182,7 +182,7 @@ def array_of(image: Any) -> Labels:
 def scored(segmenter: Segmenter, path: str, change: str) -> dict[str, Any]:
     """One scan with one change."""
     scan = read_scan(path).canonical()
-    labels, grid = read_labels(path.replace(".nii.gz", "_ref.nii.gz"))
+    labels, grid = read_labels(reference_of(Path(path)))
     case, reference = CHANGES[change](changed(scan, scan.hu()), np.asarray(canonical_view(labels, grid)))
     result = segmenter.segment(case)
     lungs = [
@@ -225,7 +225,7 @@ def main() -> None:
     jobs = {
         record / f"{path.name.removesuffix('.nii.gz')}-{slug(change)}.json": (str(path), change)
         for path in scans_of(options.scans)
-        if path.with_name(path.name.replace(".nii.gz", "_ref.nii.gz")).exists()
+        if reference_of(path).exists()
         for change in options.changes
     }
     records = made(jobs, scored, options.model, options.workers)

@@ -59,6 +59,11 @@ def scans_of(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("*.nii.gz") if not path.name.endswith("_ref.nii.gz"))
 
 
+def reference_of(path: Path) -> Path:
+    """Where a scan's reference lies, if it has one."""
+    return path.with_name(path.name.replace(".nii.gz", "_ref.nii.gz"))
+
+
 def score(segmenter: Segmenter, path: Path, output: Path) -> dict[str, Any]:
     """Segments one scan, writes its mask and picture, and scores it where there is a reference."""
     name = path.name.removesuffix(".nii.gz")
@@ -69,7 +74,7 @@ def score(segmenter: Segmenter, path: Path, output: Path) -> dict[str, Any]:
     case["volumes_ml"] = [lung.volume_ml for lung in result.lungs]
     case["verdicts"] = [lung.verdict for lung in result.lungs]
     case["qualities"] = [lung.quality for lung in result.lungs]
-    reference = path.with_name(f"{name}_ref.nii.gz")
+    reference = reference_of(path)
     if reference.exists():
         labels, grid = read_labels(reference)
         case["lungs"] = [plain(lung) for lung in evaluate(result.labels, labels, grid.spacing_mm)]
