@@ -172,7 +172,7 @@ def _measured(model: Path, scans: list[RealScan]) -> dict[str, Any]:
     dice: dict[str, float] = {}
     found_ml: dict[str, float] = {}
     for one in scans:
-        coarse = settle_sides(locate(one.scan, engine))
+        coarse = settle_sides(locate(one.scan, engine), one.scan)
         sure = np.asarray(coarse.lungs.sum(0) > 0.5)
         right = np.asarray(coarse.lungs[0] >= coarse.lungs[1])
         if one.reference is None:

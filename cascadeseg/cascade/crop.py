@@ -12,10 +12,14 @@ import cc3d
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn import functional
 
 from cascadeseg.cascade.locate import LAYERS, Coarse, copy_of, found_in
+from cascadeseg.cascade.resample import resample_scan
+from cascadeseg.formats.scan import Scan
 from cascadeseg.geometry import Box, Grid
 from cascadeseg.labels import LEFT_LUNG, LUNGS, RIGHT_LUNG, Label
+from cascadeseg.network.model import View
 
 MARGIN_MM = 16.0
 GROWTH_MM = 24.0
@@ -25,6 +29,13 @@ STRAY_SHARE = 0.03
 """A blob with less than this share of its side's probability, and apart from it, is not worth a larger box."""
 COLUMN_MM = 15.0
 """How far outside the column of the largest blobs the centre of a smaller one may lie, in front, behind or beside."""
+BODY = View(4.0)
+TISSUE_HU = -200.0
+"""Fat and all that is denser; three voxels of `BODY` of it in each direction are a wall of the body."""
+ENCLOSED_SHARE = 0.25
+"""A side's largest blob has at least this share of what another's has of voxels between two walls of the body."""
+OUTSIDE_WEIGHT = 0.02
+"""Of a blob that no walls enclose: a lung in a field of view too narrow for them still outweighs gas in the bowel."""
 SEPARATION_MM = 25.0
 """Centroids of two true lungs lie further apart across the body than this, even a newborn's."""
 VALLEY = 0.5
@@ -80,14 +91,20 @@ def crop_lungs(coarse: Coarse, margin_mm: float = MARGIN_MM) -> list[LungBox]:
     return boxes
 
 
-def settle_sides(coarse: Coarse) -> Coarse:
+def settle_sides(coarse: Coarse, scan: Scan | None = None) -> Coarse:
     """Stage 1's opinion made to agree with geometry: stray blobs gone, and each voxel on the side it lies on.
 
     Works on one blob that holds both lungs, on a single lung called by both names, and on nothing.
+
+    Args:
+        coarse: probabilities.
+        scan: in canonical orientation; its HU are looked at where blobs lie behind each other, as a lung and the foam
+            of a couch do, for which of them are inside the body. None: the largest are taken to be.
     """
     box, found = _found(coarse)
+    grid = coarse.grid.cropped(box)
     said = _sides(found)
-    settled = _settled(said, found.sum(axis=0), coarse.grid.cropped(box))
+    settled = _settled(said, found.sum(axis=0), grid, scan)
     right, left = (settled.get(label, np.False_) for label in LUNGS)
     stray = (said[RIGHT_LUNG] | said[LEFT_LUNG]) & ~(right | left)
     more, less = found.max(axis=0), found.min(axis=0)
@@ -124,9 +141,9 @@ def _sides(lungs: Field) -> dict[Label, Mask]:
     return {RIGHT_LUNG: right, LEFT_LUNG: found & ~right}
 
 
-def _settled(said: dict[Label, Mask], weight: Field, grid: Grid) -> dict[Label, Mask]:
+def _settled(said: dict[Label, Mask], weight: Field, grid: Grid, scan: Scan | None) -> dict[Label, Mask]:
     """The mask of each lung that is there, strays removed and sides right."""
-    masks = _without_strays(said, weight, grid)
+    masks = _without_strays(said, weight, grid, scan)
     masks = {label: mask for label, mask in masks.items() if mask.sum() * grid.voxel_volume_ml >= SMALLEST_LUNG_ML}
     if len(masks) == 1:
         return _split_if_both(*masks.popitem(), grid)
@@ -135,27 +152,81 @@ def _settled(said: dict[Label, Mask], weight: Field, grid: Grid) -> dict[Label, 
     return {}
 
 
-def _without_strays(said: dict[Label, Mask], weight: Field, grid: Grid) -> dict[Label, Mask]:
+@dataclass(frozen=True)
+class _Parts:
+    """The components of what was called one lung: (X, Y, Z) their numbers, then by number.
+
+    Attributes:
+        mass: the sum of probabilities; 0 for what is no component.
+        boxes: around each.
+        centroids: in voxels.
+        enclosed: the share that lies between two walls of the body.
+    """
+
+    numbers: npt.NDArray[np.unsignedinteger]
+    mass: npt.NDArray[np.float64]
+    boxes: list[tuple[slice, slice, slice]]
+    centroids: npt.NDArray[np.float64]
+    enclosed: npt.NDArray[np.float64]
+
+    @property
+    def largest(self) -> int:
+        """The one that weighs most, those in the body before all others."""
+        return int((self.mass * (OUTSIDE_WEIGHT + self.enclosed)).argmax())
+
+
+def _without_strays(said: dict[Label, Mask], weight: Field, grid: Grid, scan: Scan | None) -> dict[Label, Mask]:
     """The components that matter, by probability mass rather than size, and where a part of a lung can be at all.
 
     That is in the column that the largest components of both sides stand in: neither behind nor beside it, as the foam
     of a couch is, which has the HU of a lung. How far above or below does not matter.
     """
-    parts = {label: cc3d.connected_components(mask, connectivity=26) for label, mask in said.items() if mask.any()}
-    mass = {label: np.bincount(part.ravel(), weights=weight.ravel()) for label, part in parts.items()}
-    where = {label: cc3d.statistics(part) for label, part in parts.items()}
-    for masses in mass.values():
-        masses[0] = 0
-    largest = [where[label]["bounding_boxes"][int(mass[label].argmax())] for label in parts]
-    masks = {}
-    for label, part in parts.items():
-        keep = mass[label] >= max(STRAY_SHARE * mass[label].max(), 0.5 * SMALLEST_LUNG_ML / grid.voxel_volume_ml)
-        for axis in (0, 1):
-            centre, beside = where[label]["centroids"][:, axis], COLUMN_MM / grid.spacing_mm[axis]
-            keep &= centre >= min(box[axis].start for box in largest) - beside
-            keep &= centre < max(box[axis].stop for box in largest) + beside
-        masks[label] = keep[part]
-    return masks
+    parts = {label: _parts(mask, weight) for label, mask in said.items() if mask.any()}
+    smallest = 0.5 * SMALLEST_LUNG_ML / grid.voxel_volume_ml
+    deep = [part.boxes[n][1] for part in parts.values() for n in np.flatnonzero(part.mass >= smallest)]
+    if scan is not None and deep and max(y.start for y in deep) >= min(y.stop for y in deep):
+        inside = _inside_body(scan, grid)
+        parts = {label: _enclosed(part, inside) for label, part in parts.items()}
+    keep = {label: part.mass >= max(STRAY_SHARE * part.mass[part.largest], smallest) for label, part in parts.items()}
+    largest = [(part.boxes[part.largest], part.enclosed[part.largest]) for part in parts.values()]
+    in_body = [box for box, share in largest if share >= ENCLOSED_SHARE * max(share for _, share in largest)]
+    for axis, column in enumerate(([box for box, _ in largest], in_body)):
+        beside = COLUMN_MM / grid.spacing_mm[axis]
+        for label, part in parts.items():
+            keep[label] &= part.centroids[:, axis] >= min(box[axis].start for box in column) - beside
+            keep[label] &= part.centroids[:, axis] < max(box[axis].stop for box in column) + beside
+    return {label: keep[label][part.numbers] for label, part in parts.items()}
+
+
+def _parts(mask: Mask, weight: Field) -> _Parts:
+    numbers = cc3d.connected_components(mask, connectivity=26)
+    where = cc3d.statistics(numbers)
+    mass = np.bincount(numbers.ravel(), weights=weight.ravel()).astype(np.float64)
+    mass[0] = 0
+    return _Parts(numbers, mass, where["bounding_boxes"], where["centroids"], np.ones_like(mass))
+
+
+def _enclosed(part: _Parts, inside: Mask) -> _Parts:
+    voxels = np.bincount(part.numbers.ravel())
+    return replace(part, enclosed=np.bincount(part.numbers.ravel(), weights=inside.ravel()) / np.maximum(voxels, 1))
+
+
+def _inside_body(scan: Scan, grid: Grid) -> Mask:
+    """(X, Y, Z) on a grid: what has a wall of the body before and behind it, however far.
+
+    A wall is a centimetre of tissue in all directions across the body; a couch's shell is thinner.
+    """
+    body = scan.grid.resampled(BODY.spacing_mm)
+    nx, ny, nz = body.shape
+    layers = grid.covering(Box.whole(grid.shape), body).clipped((nx, ny, nz))
+    seen = body.cropped(Box((0, 0, layers.start[2]), (nx, ny, layers.stop[2])))
+    image = resample_scan(scan, seen, BODY, torch.device("cpu"))
+    air = (image < (TISSUE_HU - BODY.low_hu) / BODY.scale_hu).float()
+    wall = functional.max_pool3d(air[None], (3, 3, 1), stride=1, padding=(1, 1, 0))[0] == 0
+    enclosed = wall.cumsum(1).bool() & wall.flip(1).cumsum(1).flip(1).bool()
+    rows = (row.clip(0, n - 1) for row, n in zip(seen.nearest(grid), seen.shape, strict=True))
+    inside: Mask = enclosed.numpy()[np.ix_(*rows)]
+    return inside
 
 
 def _agree_with_geometry(masks: dict[Label, Mask], grid: Grid) -> dict[Label, Mask]:

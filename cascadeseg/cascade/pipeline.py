@@ -205,7 +205,7 @@ class Segmenter:
         with clock.step("locate", 0.15):
             coarse = locate(canonical, self.locator)
         with clock.step("crop", 0.35):
-            coarse = settle_sides(coarse)
+            coarse = settle_sides(coarse, canonical)
             boxes = crop_lungs(coarse)
             _refuse_giants(scan, boxes, coarse)
         with clock.step("refine", 0.4):

@@ -79,7 +79,8 @@ def paint_couch(scene: Scene) -> None:
     if scanner.couch == "none":
         return
     height, across = _couch_frame(scene)
-    draws = {k: float(v) for k, v in zip("abcdefghijklm", np.random.default_rng(scanner.seed).random(13), strict=True)}
+    drawn = np.random.default_rng(scanner.seed).random(20)
+    draws = {k: float(v) for k, v in zip("abcdefghijklmnopqrst", drawn, strict=True)}
     half = 190 + 75 * draws["a"]
     top = height - across.square() * (0.0006 if scanner.couch == "curved" else 0.0)
     thick = 15 + 60 * draws["b"] ** 2 if scanner.couch != "thin" else 7.0
@@ -99,6 +100,13 @@ def paint_couch(scene: Scene) -> None:
             if draws["m"] < 0.5:
                 inside = torch.maximum(-bowl, height + thick + 3) + beyond
                 _paint_slab(scene, inside, -400 + 600 * draws["c"], foam, 1.2 + 2.5 * draws["e"])
+    elif draws["n"] < 0.6:
+        # The scanner's own couch under a board laid on it, as for radiotherapy: a crescent of foam in a dense wall.
+        gap, depth, bent = 2 + 48 * draws["o"], 25 + 60 * draws["p"], 0.0003 + 0.0009 * draws["q"]
+        under = height + thick + gap
+        upper, lower = (across.square() * (bent + k * depth / half**2) - k * depth for k in (0, 1))
+        crescent = torch.maximum(under - upper, lower - under)
+        _paint_slab(scene, crescent, -200 + 800 * draws["r"], -960 + 120 * draws["s"], 1.5 + 4 * draws["t"])
 
 
 def _couch_frame(scene: Scene) -> tuple[Tensor, Tensor]:

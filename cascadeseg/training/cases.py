@@ -159,7 +159,7 @@ def prepare(patient: Patient, config: TrainingConfig, locator: Engine | None) ->
         return [stage1_case(patient.key, scan, labels, config)]
     coarse_view = locator.stage.view if locator else View(2.0 * config.view.spacing_mm)
     scan, labels = patient.whole(coarse_view.spacing_mm)
-    coarse = settle_sides(locate(scan, locator)) if locator else imagined(scan, labels, coarse_view, patient.key)
+    coarse = settle_sides(locate(scan, locator), scan) if locator else imagined(scan, labels, coarse_view, patient.key)
     cases = []
     for lung in crop_lungs(coarse, MARGIN_MM + config.data.box_jitter_mm):
         grid = lung.extent(config.view.spacing_mm, config.unet.stride)

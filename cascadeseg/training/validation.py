@@ -88,7 +88,7 @@ def _segmenter(config: TrainingConfig, state: State, device: torch.device) -> Ca
     engine = Engine(model.locator, device)
 
     def located(scan: Scan) -> LabelMap:
-        coarse = settle_sides(locate(scan, engine))
+        coarse = settle_sides(locate(scan, engine), scan)
         labels = np.zeros(scan.grid.shape, np.uint8)
         for lung, probability in zip(LUNGS, coarse.lungs, strict=True):
             labels[(resample_volume(probability, coarse.grid, scan.grid) > 0.5).cpu().numpy()] = lung.value

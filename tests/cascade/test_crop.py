@@ -6,9 +6,10 @@ import torch
 
 from cascadeseg.cascade.crop import LungBox, crop_lungs, regrow, settle_sides
 from cascadeseg.cascade.locate import Coarse
+from cascadeseg.formats.scan import Scan
 from cascadeseg.geometry import Box, Grid
 from cascadeseg.labels import LEFT_LUNG, RIGHT_LUNG
-from tests.cascade.chest import CENTRES, RADII, chest_grid, truth
+from tests.cascade.chest import CENTRES, RADII, chest, chest_grid, truth
 
 GRID = chest_grid((4.0, 4.0, 4.0))
 
@@ -101,6 +102,52 @@ def test_foam_of_a_couch_is_no_part_of_a_lung_and_a_part_below_a_lung_is(behind)
     found, other = sides(opinion(right | part, left))
     assert np.array_equal(found, right if behind else right | part)
     assert np.array_equal(other, left)
+
+
+def couch_below(scan: Scan) -> tuple[Scan, np.ndarray]:
+    """The scan with 30 mm of air and 60 mm of foam in a shell below it, and (X, Y, Z) where the foam is."""
+    x, y, z = scan.grid.shape
+    hu = np.full((x, y + 24, z), -1000, np.int16)
+    hu[:, 24:] = scan.hu()
+    hu[2:-2, 1:17] = 100
+    foam = np.zeros(hu.shape, bool)
+    foam[3:-3, 2:16] = True
+    hu[foam] = -930
+    grid = scan.grid.cropped(Box((0, -24, 0), (x, y, z)))
+    return Scan(hu, grid, source="toy chest on a couch"), foam
+
+
+def test_a_field_of_view_without_the_chests_walls_loses_no_lung_to_gas_in_the_bowel():
+    right, left = lungs()
+    y = np.flatnonzero(right.any(axis=(0, 2)))
+    front = Box((0, int(y.mean()) + 1, 0), (GRID.shape[0], GRID.shape[1], GRID.shape[2]))
+    scan = chest(GRID.cropped(front))
+    gas = np.zeros_like(right)
+    gas[20:24, -6:-3, :4] = True
+    said = np.stack([right | gas, left]).astype(np.float16)[:, *front.slices]
+    found = settle_sides(Coarse(torch.from_numpy(said), scan.grid), scan).lungs.numpy() > 0.5
+    assert np.array_equal(found, np.stack([right, left])[:, *front.slices])
+
+
+@pytest.mark.parametrize("called", ["right", "left", "both"])
+def test_foam_larger_than_the_lungs_is_told_by_what_lies_outside_the_body(called):
+    scan, foam = couch_below(chest(GRID))
+    right, left = (np.pad(mask, ((0, 0), (24, 0), (0, 0))) for mask in lungs())
+    assert foam.sum() > 2 * (right | left).sum()
+    on_right = np.arange(len(foam))[:, None, None] > len(foam) // 2
+    as_right = {"right": foam, "left": np.zeros_like(foam), "both": foam & on_right}[called]
+    said = np.stack([right | as_right, left | (foam & ~as_right)]).astype(np.float16)
+    found = settle_sides(Coarse(torch.from_numpy(said), scan.grid), scan).lungs.numpy() > 0.5
+    assert np.array_equal(found, np.stack([right, left]))
+
+
+def test_lungs_of_which_one_lies_behind_the_other_stay_both():
+    right, left = (mask.transpose(1, 0, 2) for mask in lungs())
+    turned = chest(GRID)
+    grid = Grid.axis_aligned(right.shape, GRID.spacing_mm)
+    coarse = Coarse(torch.from_numpy(np.stack([right, left]).astype(np.float16)), grid)
+    scan = Scan(turned.hu().transpose(1, 0, 2).astype(np.int16), grid, source="toy chest on its side")
+    assert torch.equal(settle_sides(coarse, scan).lungs, coarse.lungs)
 
 
 def test_nothing_found_gives_no_box():
