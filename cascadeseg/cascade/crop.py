@@ -98,8 +98,8 @@ def settle_sides(coarse: Coarse, scan: Scan | None = None) -> Coarse:
 
     Args:
         coarse: probabilities.
-        scan: in canonical orientation; its HU are looked at where blobs lie behind each other, as a lung and the foam
-            of a couch do, for which of them are inside the body. None: the largest are taken to be.
+        scan: in canonical orientation; where there are more blobs than two side by side, its HU tell which are inside
+            the body: the foam of a couch is not. None: all are taken to be.
     """
     box, found = _found(coarse)
     grid = coarse.grid.cropped(box)
@@ -179,23 +179,33 @@ def _without_strays(said: dict[Label, Mask], weight: Field, grid: Grid, scan: Sc
     """The components that matter, by probability mass rather than size, and where a part of a lung can be at all.
 
     That is in the column that the largest components of both sides stand in: neither behind nor beside it, as the foam
-    of a couch is, which has the HU of a lung. How far above or below does not matter.
+    of a couch is, which has the HU of a lung. How far above or below does not matter, but air between head and arms, of
+    a scanner that is out of calibration, lies outside the body.
     """
     parts = {label: _parts(mask, weight) for label, mask in said.items() if mask.any()}
     smallest = 0.5 * SMALLEST_LUNG_ML / grid.voxel_volume_ml
-    deep = [part.boxes[n][1] for part in parts.values() for n in np.flatnonzero(part.mass >= smallest)]
-    if scan is not None and deep and max(y.start for y in deep) >= min(y.stop for y in deep):
+    blobs = [part.boxes[n] for part in parts.values() for n in np.flatnonzero(part.mass >= smallest)]
+    if scan is not None and _is_odd(blobs):
         inside = _inside_body(scan, grid)
         parts = {label: _enclosed(part, inside) for label, part in parts.items()}
-    keep = {label: part.mass >= max(STRAY_SHARE * part.mass[part.largest], smallest) for label, part in parts.items()}
     largest = [(part.boxes[part.largest], part.enclosed[part.largest]) for part in parts.values()]
-    in_body = [box for box, share in largest if share >= ENCLOSED_SHARE * max(share for _, share in largest)]
+    enough = ENCLOSED_SHARE * max((share for _, share in largest), default=0.0)
+    in_body = [box for box, share in largest if share >= enough]
+    keep = {}
+    for label, part in parts.items():
+        heavy = part.mass >= max(STRAY_SHARE * part.mass[part.largest], smallest)
+        keep[label] = heavy & ((part.enclosed >= enough) | (np.arange(len(heavy)) == part.largest))
     for axis, column in enumerate(([box for box, _ in largest], in_body)):
         beside = COLUMN_MM / grid.spacing_mm[axis]
         for label, part in parts.items():
             keep[label] &= part.centroids[:, axis] >= min(box[axis].start for box in column) - beside
             keep[label] &= part.centroids[:, axis] < max(box[axis].stop for box in column) + beside
     return {label: keep[label][part.numbers] for label, part in parts.items()}
+
+
+def _is_odd(boxes: list[tuple[slice, slice, slice]]) -> bool:
+    """Whether blobs are not one lung, or two that lie beside each other."""
+    return len(boxes) > 2 or (len(boxes) == 2 and max(y.start for _, y, _ in boxes) >= min(y.stop for _, y, _ in boxes))
 
 
 def _parts(mask: Mask, weight: Field) -> _Parts:

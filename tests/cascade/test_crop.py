@@ -141,6 +141,19 @@ def test_foam_larger_than_the_lungs_is_told_by_what_lies_outside_the_body(called
     assert np.array_equal(found, np.stack([right, left]))
 
 
+def test_air_above_the_shoulders_is_no_part_of_a_lung_though_it_lies_in_the_lungs_column():
+    right, left = lungs()
+    scan = chest(GRID)
+    air = np.zeros_like(right)
+    x, y, _ = (slice(int(used.min()) + 2, int(used.max()) - 2) for used in np.nonzero(right))
+    air[x, y, -4:] = True
+    scan.voxels[:, :, -4:] = -1000
+    assert air.sum() > 0.05 * right.sum()
+    said = torch.from_numpy(np.stack([right | air, left]).astype(np.float16))
+    found = settle_sides(Coarse(said, GRID), scan).lungs.numpy() > 0.5
+    assert np.array_equal(found, np.stack([right, left]))
+
+
 def test_lungs_of_which_one_lies_behind_the_other_stay_both():
     right, left = (mask.transpose(1, 0, 2) for mask in lungs())
     turned = chest(GRID)
