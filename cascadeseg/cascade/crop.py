@@ -209,7 +209,10 @@ def _is_odd(boxes: list[tuple[slice, slice, slice]]) -> bool:
 
 
 def _parts(mask: Mask, weight: Field) -> _Parts:
-    numbers = cc3d.connected_components(mask, connectivity=26)
+    # Of a single layer cc3d expects fewer components than there may be, and fails: it gets three.
+    around = [(int(n == 1),) * 2 for n in mask.shape]
+    numbers = cc3d.connected_components(np.pad(mask, around), connectivity=26)
+    numbers = numbers[tuple(slice(low, low + n) for (low, _), n in zip(around, mask.shape, strict=True))]
     where = cc3d.statistics(numbers)
     mass = np.bincount(numbers.ravel(), weights=weight.ravel()).astype(np.float64)
     mass[0] = 0

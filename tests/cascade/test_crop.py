@@ -163,6 +163,15 @@ def test_lungs_of_which_one_lies_behind_the_other_stay_both():
     assert torch.equal(settle_sides(coarse, scan).lungs, coarse.lungs)
 
 
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_specks_in_a_single_layer_are_strays(axis):
+    specks = np.zeros(GRID.shape, bool)
+    layer = [slice(3, 8, 2)] * 3
+    layer[axis] = slice(3, 4)
+    specks[tuple(layer)] = True
+    assert crop_lungs(settle_sides(opinion(specks, np.zeros_like(specks)))) == []
+
+
 def test_nothing_found_gives_no_box():
     nothing = np.zeros(GRID.shape, bool)
     assert crop_lungs(settle_sides(opinion(nothing, nothing))) == []
