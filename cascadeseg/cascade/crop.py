@@ -220,8 +220,10 @@ def _parts(mask: Mask, weight: Field) -> _Parts:
 
 
 def _enclosed(part: _Parts, inside: Mask) -> _Parts:
-    voxels = np.bincount(part.numbers.ravel())
-    return replace(part, enclosed=np.bincount(part.numbers.ravel(), weights=inside.ravel()) / np.maximum(voxels, 1))
+    enclosed, all_of_it = (
+        np.bincount(n, minlength=len(part.mass)) for n in (part.numbers[inside], part.numbers.ravel())
+    )
+    return replace(part, enclosed=enclosed / np.maximum(all_of_it, 1))
 
 
 def _inside_body(scan: Scan, grid: Grid) -> Mask:
@@ -235,10 +237,12 @@ def _inside_body(scan: Scan, grid: Grid) -> Mask:
     seen = body.cropped(Box((0, 0, layers.start[2]), (nx, ny, layers.stop[2])))
     image = resample_scan(scan, seen, BODY, torch.device("cpu"))
     air = (image < (TISSUE_HU - BODY.low_hu) / BODY.scale_hu).float()
-    wall = functional.max_pool3d(air[None], (3, 3, 1), stride=1, padding=(1, 1, 0))[0] == 0
-    enclosed = wall.cumsum(1).bool() & wall.flip(1).cumsum(1).flip(1).bool()
+    wall = functional.max_pool3d(air[None], (3, 3, 1), stride=1, padding=(1, 1, 0))[0].numpy() == 0
+    first, last = wall.argmax(axis=1)[:, None], ny - 1 - wall[:, ::-1].argmax(axis=1)[:, None]
+    y = np.arange(ny)[None, :, None]
+    enclosed = wall.any(axis=1)[:, None] & (first <= y) & (y <= last)
     rows = (row.clip(0, n - 1) for row, n in zip(seen.nearest(grid), seen.shape, strict=True))
-    inside: Mask = enclosed.numpy()[np.ix_(*rows)]
+    inside: Mask = enclosed[np.ix_(*rows)]
     return inside
 
 
