@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -75,6 +76,31 @@ def test_both_lungs_at_once_are_the_same_lungs(two_threads):
     segmenter.plan = lambda scan: replace(Segmenter.plan(segmenter, scan), both_mb=0.0)  # type: ignore[method-assign]
     assert at_once.any()
     assert np.array_equal(at_once, segmenter.segment(scan).labels)
+
+
+def test_memory_that_runs_out_with_both_lungs_at_work_changes_neither(two_threads):
+    scan = chest(chest_grid((3.0, 3.0, 3.0)))
+    refiner = stage_of(View(2.0, prior=True), UNet(UNetConfig(2, 1, widths=(4, 8), block="bottleneck")))
+    segmenter = Segmenter(replace(tiny_model(), refiner=refiner), device="cpu", precision="fp32", engine="torch")
+    enough, engine, refused = segmenter.segment(scan), segmenter.refiner._engine, []
+
+    class Starved:
+        def __getattr__(self, name):
+            return getattr(engine, name)
+
+        def __call__(self, image, finish):
+            if image.shape[3] > 80:
+                refused.append(threading.current_thread().name)
+                raise MemoryError
+            return engine(image, finish)
+
+    segmenter.refiner._engine = Starved()
+    result = segmenter.segment(scan)
+    assert len(set(refused)) == 2
+    assert "MainThread" not in refused
+    assert sum("ran out of memory" in warning for warning in result.warnings) == len(refused)
+    assert enough.labels.any()
+    assert np.mean(enough.labels != result.labels) < 1e-4
 
 
 def test_a_limit_is_kept_by_tiles(two_threads):
