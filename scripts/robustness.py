@@ -138,6 +138,7 @@ CHANGES: dict[str, Callable[[Scan, Labels], Case]] = {
     "60 HU less": partial(shifted, offset_hu=-60),
     "60 HU more": partial(shifted, offset_hu=60),
     "clipped to -1350..150 HU (lung window)": partial(clipped, low_hu=-1350, high_hu=150),
+    "clipped to -600..200 HU (air like lung)": partial(clipped, low_hu=-600, high_hu=200),
     "clipped to -160..240 HU (soft tissue window)": partial(clipped, low_hu=-160, high_hu=240),
     "without the lungs' upper third": partial(cut, axis=2, low=0, high=1 / 3),
     "without their lower third": partial(cut, axis=2, low=1 / 3, high=0),
