@@ -33,7 +33,7 @@ BODY = View(4.0)
 TISSUE_HU = -200.0
 """Fat and all that is denser; three voxels of `BODY` of it in each direction are a wall of the body."""
 ENCLOSED_SHARE = 0.25
-"""A side's largest blob has at least this share of what another's has of voxels between two walls of the body."""
+"""A blob in the body has at least this times the share of its voxels between two walls that the largest one has."""
 OUTSIDE_WEIGHT = 0.02
 """Of a blob that no walls enclose: a lung in a field of view too narrow for them still outweighs gas in the bowel."""
 SEPARATION_MM = 25.0
@@ -209,10 +209,10 @@ def _is_odd(boxes: list[tuple[slice, slice, slice]]) -> bool:
 
 
 def _parts(mask: Mask, weight: Field) -> _Parts:
-    # Of a single layer cc3d expects fewer components than there may be, and fails: it gets three.
-    around = [(int(n == 1),) * 2 for n in mask.shape]
-    numbers = cc3d.connected_components(np.pad(mask, around), connectivity=26)
-    numbers = numbers[tuple(slice(low, low + n) for (low, _), n in zip(around, mask.shape, strict=True))]
+    if min(mask.shape) > 1:
+        numbers = cc3d.connected_components(mask, connectivity=26)
+    else:  # of a single layer cc3d expects fewer components than there may be, and fails
+        numbers = cc3d.connected_components(np.pad(mask, 1), connectivity=26)[1:-1, 1:-1, 1:-1]
     where = cc3d.statistics(numbers)
     mass = np.bincount(numbers.ravel(), weights=weight.ravel()).astype(np.float64)
     mass[0] = 0
