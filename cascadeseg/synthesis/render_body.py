@@ -91,22 +91,35 @@ def paint_couch(scene: Scene) -> None:
     if draws["f"] < 0.6:
         mat = torch.maximum(top - 8 - 12 * draws["g"], -top + 1) + (across.abs() - half + 25).clamp(min=0)
         _paint_slab(scene, mat, -850 + 500 * draws["h"], -990 + 120 * draws["d"], 2.0)
+    under = height + thick
     if draws["i"] < 0.5:
-        # The cradle under a flat board: a bowl of one or two thin shells, hollow or full of foam as on PET/CT.
-        for depth in (20 + 60 * draws["j"], 45 + 90 * draws["j"])[: 1 + int(draws["k"] < 0.6)]:
-            bowl = height + thick + depth - across.square() * (0.0003 + 0.0007 * draws["l"])
-            shell = torch.maximum(bowl.abs() - 1.5, across.abs() - half - 15)
-            _paint_slab(scene, shell, -400 + 600 * draws["c"], 0.0, 100.0)
-            if draws["m"] < 0.5:
-                inside = torch.maximum(-bowl, height + thick + 3) + beyond
-                _paint_slab(scene, inside, -400 + 600 * draws["c"], foam, 1.2 + 2.5 * draws["e"])
+        _paint_cradle(scene, draws, under, across, half, foam)
     elif draws["n"] < 0.6:
-        # The scanner's own couch under a board laid on it, as for radiotherapy: a crescent of foam in a dense wall.
-        gap, depth, bent = 2 + 48 * draws["o"], 25 + 60 * draws["p"], 0.0003 + 0.0009 * draws["q"]
-        under = height + thick + gap
-        upper, lower = (across.square() * (bent + k * depth / half**2) - k * depth for k in (0, 1))
-        crescent = torch.maximum(under - upper, lower - under)
-        _paint_slab(scene, crescent, -200 + 800 * draws["r"], -960 + 120 * draws["s"], 1.5 + 4 * draws["t"])
+        _paint_crescent(scene, draws, under, across, half)
+
+
+def _paint_cradle(
+    scene: Scene, draws: dict[str, float], under: Tensor, across: Tensor, half: float, foam: float
+) -> None:
+    """Under a flat board: a bowl of one or two thin shells, hollow or full of foam as on PET/CT."""
+    beyond = (across.abs() - half).clamp(min=0)
+    for depth in (20 + 60 * draws["j"], 45 + 90 * draws["j"])[: 1 + int(draws["k"] < 0.6)]:
+        bowl = under + depth - across.square() * (0.0003 + 0.0007 * draws["l"])
+        shell = torch.maximum(bowl.abs() - 1.5, across.abs() - half - 15)
+        _paint_slab(scene, shell, -400 + 600 * draws["c"], 0.0, 100.0)
+        if draws["m"] < 0.5:
+            inside = torch.maximum(-bowl, under + 3) + beyond
+            _paint_slab(scene, inside, -400 + 600 * draws["c"], foam, 1.2 + 2.5 * draws["e"])
+
+
+def _paint_crescent(scene: Scene, draws: dict[str, float], under: Tensor, across: Tensor, half: float) -> None:
+    """The scanner's own couch under a board laid on it, as for radiotherapy: a crescent of foam in a dense wall."""
+    gap, depth, bent = 2 + 48 * draws["o"], 25 + 60 * draws["p"], 0.0003 + 0.0009 * draws["q"]
+    upper = across.square() * bent
+    lower = across.square() * (bent + depth / half**2) - depth
+    below = under + gap
+    crescent = torch.maximum(below - upper, lower - below)
+    _paint_slab(scene, crescent, -200 + 800 * draws["r"], -960 + 120 * draws["s"], 1.5 + 4 * draws["t"])
 
 
 def _couch_frame(scene: Scene) -> tuple[Tensor, Tensor]:
