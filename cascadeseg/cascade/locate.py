@@ -22,6 +22,11 @@ KEPT_MM = 128.0
 """Further from all that was found stage 2 never looks: its boxes' margin, all their growth and some more."""
 LAYERS = 32
 """Layers looked at or copied at a time."""
+AIR_HU = -500.0
+AIR_SHARE = 0.995
+"""Of a sagittal or coronal plane's voxels, where it is nothing but air: the rest is noise, a tube, a blanket's fold."""
+SAMPLED_MM = 4.0
+BESIDE_BODY_MM = 8.0
 
 
 @dataclass(frozen=True)
@@ -46,11 +51,14 @@ def locate(scan: Scan, engine: Runner) -> Coarse:
     """Finds both lungs in a canonical scan, slab by slab along z: memory beyond what is kept is that of one slab.
 
     Slabs are the same at any memory limit, and so is what is found. Further than `KEPT_MM` above and below all that
-    was found the probabilities are zero, and take no memory.
+    was found the probabilities are zero, and take no memory; beside the body as well, where nobody looks.
     """
     view = engine.stage.view
-    grid = coarse_grid(scan, view)
-    lungs = _zeros(grid.shape, engine.device)
+    whole = coarse_grid(scan, view)
+    body = body_box(scan, whole)
+    grid = whole.cropped(body)
+    everywhere = _zeros(whole.shape, engine.device)
+    lungs = everywhere[:, *body.slices]
     found = torch.zeros(grid.shape[2], dtype=torch.bool)
     before: tuple[Slab, Tensor] | None = None
     for slab in slabs_along_z(grid.shape[2], engine.stage):
@@ -62,7 +70,29 @@ def locate(scan: Scan, engine: Runner) -> Coarse:
         before = slab, probabilities
     if before is not None:
         _keep(lungs, before, found, view)
-    return Coarse(lungs, grid)
+    return Coarse(everywhere, whole)
+
+
+def body_box(scan: Scan, grid: Grid) -> Box:
+    """What of a grid over a canonical scan lies around the body and its couch: all layers, without planes of mere air.
+
+    A quarter of most fields of view is air, above the chest for the most part. To the network it is what lies outside
+    an image anyway.
+    """
+    step = [max(1, int(SAMPLED_MM / mm)) for mm in scan.grid.spacing_mm]
+    sample = scan.voxels[:: step[0], :: step[1], :: step[2]]
+    dense = sample * np.float32(scan.slope) + np.float32(scan.intercept) > AIR_HU
+    start, stop = [0, 0, 0], list(scan.grid.shape)
+    for axis, others in ((0, (1, 2)), (1, (0, 2))):
+        planes = np.flatnonzero(dense.mean(axis=others) > 1 - AIR_SHARE)
+        if len(planes):
+            beside = int(np.ceil(BESIDE_BODY_MM / scan.grid.spacing_mm[axis]))
+            start[axis] = int(planes[0]) * step[axis] - beside
+            stop[axis] = (int(planes[-1]) + 1) * step[axis] + beside
+    box = Box((start[0], start[1], start[2]), (stop[0], stop[1], stop[2])).clipped(scan.grid.shape)
+    around = scan.grid.covering(box, grid).clipped(grid.shape)
+    (x0, y0, _), (x1, y1, _) = around.start, around.stop
+    return Box((x0, y0, 0), (x1, y1, grid.shape[2]))
 
 
 def _image(scan: Scan, grid: Grid, view: View, device: torch.device) -> Layers:
@@ -113,7 +143,7 @@ def copy_of(lungs: Tensor) -> Tensor:
     copy = _zeros((nx, ny, nz), lungs.device)
     for start in range(0, nz, LAYERS):
         layers = lungs[..., start : start + LAYERS]
-        if bool(layers.any()):
+        if layers.numpy(force=True).view(f"i{layers.element_size()}").any():  # integers: 60 times as fast as float16
             copy[..., start : start + LAYERS] = layers
     return copy
 

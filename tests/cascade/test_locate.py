@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from cascadeseg.cascade.locate import BESIDE_BODY_MM, body_box, locate
+from cascadeseg.formats.scan import Scan
+from cascadeseg.geometry import Box, Grid
+from tests.cascade.chest import LUNG_HU, TISSUE_HU, Thresholder, chest, chest_grid, tiny_model
+
+BESIDE = (20, 45, 0)
+"""Voxels of air on either side of the toy chest."""
+
+
+def in_air() -> Scan:
+    """The toy chest on a couch, in a field of view of noisy air."""
+    inner = chest(chest_grid())
+    nx, ny, _ = inner.grid.shape
+    grid = inner.grid.cropped(Box.whole(inner.grid.shape).grown(BESIDE))
+    voxels = np.random.default_rng(0).normal(-1000, 60, grid.shape).astype(np.int16)
+    voxels[20 : 20 + nx, 45 : 45 + ny] = inner.voxels
+    voxels[20 : 20 + nx, 40:42] = -300
+    return replace(inner, voxels=voxels, grid=grid)
+
+
+def test_the_air_around_body_and_couch_is_left_out_and_nothing_else():
+    scan = in_air()
+    coarse = scan.grid.resampled(4.0)
+    box = body_box(scan, coarse)
+    beside = BESIDE_BODY_MM / 4
+    assert box.start[:2] == (20 - beside, 40 - beside)
+    assert box.stop[:2] == (scan.grid.shape[0] - 20 + beside, scan.grid.shape[1] - 45 + beside)
+    assert (box.start[2], box.stop[2]) == (0, coarse.shape[2])
+
+
+def test_stage_1_finds_the_same_without_the_air(monkeypatch):
+    scan = in_air()
+    around, everywhere = (Thresholder(tiny_model().locator, sides=True) for _ in range(2))
+    found = locate(scan, around)
+    box = body_box(scan, found.grid)
+    monkeypatch.setattr("cascadeseg.cascade.locate.body_box", lambda scan, grid: Box.whole(grid.shape))
+    whole = locate(scan, everywhere)
+    assert found.grid.matches(whole.grid)
+    assert torch.equal(found.lungs[:, *box.slices], whole.lungs[:, *box.slices])
+    found.lungs[:, *box.slices] = 0
+    assert not found.lungs.any()
+    assert np.prod(around.shapes[0]) < 0.6 * np.prod(everywhere.shapes[0])
+
+
+@pytest.mark.parametrize("hu", [-1024, LUNG_HU, TISSUE_HU])
+def test_a_scan_of_one_thing_is_looked_at_as_a_whole(hu):
+    grid = Grid.axis_aligned((30, 20, 10), (3, 3, 5))
+    scan = Scan(np.full(grid.shape, hu, np.int16), grid)
+    assert body_box(scan, grid) == Box.whole(grid.shape)
+
+
+def test_what_is_no_number_counts_as_air_and_stored_values_are_scaled():
+    scan = in_air()
+    coarse = scan.grid.resampled(4.0)
+    stored = (scan.voxels.astype(np.float32) + 1000) / 2
+    stored[:10] = np.nan
+    scaled = replace(scan, voxels=stored, slope=2.0, intercept=-1000.0)
+    assert body_box(scaled, coarse) == body_box(scan, coarse)
+
+
+def test_a_lung_cut_by_the_field_of_view_is_not_cut_further():
+    scan = chest(chest_grid())
+    cut = Box((0, 0, 0), (20, *scan.grid.shape[1:]))
+    part = replace(scan, voxels=scan.voxels[cut.slices], grid=scan.grid.cropped(cut))
+    assert (part.voxels[-1] == LUNG_HU).any()
+    coarse = part.grid.resampled(4.0)
+    assert body_box(part, coarse) == Box.whole(coarse.shape)
