@@ -21,7 +21,7 @@ from cascadeseg.geometry import Box, Grid
 from cascadeseg.labels import LEFT_LUNG, LUNGS, RIGHT_LUNG, Label
 from cascadeseg.network.model import View
 
-MARGIN_MM = 16.0
+MARGIN_MM = 8.0
 GROWTH_MM = 24.0
 SMALLEST_LUNG_ML = 2.0
 """What stage 1 must find, at least, to be looked at: slivers of lung base on an abdominal scan are lung too."""
@@ -214,7 +214,8 @@ def _parts(mask: Mask, weight: Field) -> _Parts:
     else:  # of a single layer cc3d expects fewer components than there may be, and fails
         numbers = cc3d.connected_components(np.pad(mask, 1), connectivity=26)[1:-1, 1:-1, 1:-1]
     where = cc3d.statistics(numbers)
-    mass = np.bincount(numbers.ravel(), weights=weight.ravel()).astype(np.float64)
+    # As they lie in memory: in any other order each would be copied.
+    mass = np.bincount(numbers.ravel(order="F"), weights=weight.ravel(order="F")).astype(np.float64)
     mass[0] = 0
     return _Parts(numbers, mass, where["bounding_boxes"], where["centroids"], np.ones_like(mass))
 
@@ -285,8 +286,8 @@ def _two_centroids(area: npt.NDArray[np.int64], rounds: int = 20) -> tuple[float
 
 
 def _centroid(mask: Mask, grid: Grid) -> npt.NDArray[np.float64]:
-    centroid: npt.NDArray[np.float64] = grid.world(np.argwhere(mask).mean(axis=0))
-    return centroid
+    sections = [mask.sum(axis=tuple(other for other in range(3) if other != axis)) for axis in range(3)]
+    return grid.world([np.average(np.arange(len(section)), weights=section) for section in sections])
 
 
 def bounds(mask: Mask) -> Box | None:
