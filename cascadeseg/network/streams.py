@@ -12,7 +12,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from cascadeseg.memory import give_back_freed_memory
 from cascadeseg.network.blocks import BottleneckBlock, ResidualBlock, space_to_depth
 from cascadeseg.network.levels import NARROWER, Finish, Image, cell_of, convolutions_of, streamed_levels
 from cascadeseg.network.unet import UNet
@@ -42,9 +41,7 @@ def in_streams(network: UNet, image: Image, finish: Finish, dtype: torch.dtype, 
         return network.beneath(level, _channels_last(image[..., :][None].to(dtype)))[0]
     skip, lower = _descended(network, level, image, dtype)
     del image
-    give_back_freed_memory()
     lower = in_streams(network, lower, finish, dtype, level + 1)
-    give_back_freed_memory()
     return _ascended(network, level, lower, skip, finish, dtype)
 
 
