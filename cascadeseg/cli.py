@@ -7,6 +7,7 @@ A user's mistake is one line on stderr and exit code 2. Other exit codes: 0 done
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import re
 import sys
@@ -16,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
@@ -366,8 +368,7 @@ def _segment_one(
     job: Job, reading: Future[_Timed[Scan]], load: _Loader, options: argparse.Namespace
 ) -> _Timed[Segmentation] | None:
     """The segmentation of one scan; None if it failed, which was told."""
-    import cascadeseg.cascade.pipeline  # noqa: F401  while the scan is being read: torch takes a second
-
+    _import_pipeline()  # while the scan is being read: torch takes a second
     try:
         scan, seconds = reading.result()
     except (ModelError, DeviceError):
@@ -732,6 +733,20 @@ def _set_up_libraries() -> None:
     from cascadeseg.memory import share_one_heap
 
     share_one_heap()
+
+
+@cache
+def _import_pipeline() -> None:
+    """Imports torch and all that segments.
+
+    A tenth of the time went into looking for garbage among half a million new objects, which are there to stay.
+    """
+    gc.disable()
+    try:
+        import cascadeseg.cascade.pipeline  # noqa: F401
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _check_device(name: str) -> None:

@@ -53,13 +53,17 @@ def _parts(lung: Mask, grid: Grid, coarse: Coarse) -> Mask:
     components, count = cc3d.connected_components(lung, connectivity=6, return_N=True)
     if count == 1:
         return lung
-    sizes = cc3d.statistics(components)["voxel_counts"] * grid.voxel_volume_ml
+    # A quarter of the time of cc3d's statistics, which find boxes and centroids too; by slices, as they become int64.
+    voxels = np.zeros(count + 1, np.int64)
+    for layer in np.moveaxis(components, 2, 0):
+        voxels += np.bincount(layer.ravel(order="K"), minlength=count + 1)
+    sizes = voxels * grid.voxel_volume_ml
     sizes[0] = 0
     kept = sizes >= min(sizes.max(), max(SMALLEST_PART_ML, SMALLEST_PART_SHARE * sizes.max()))
     if kept.sum() > 1:
         shares = _seen_ml(components, len(sizes), grid, coarse) / np.maximum(sizes, SMALLEST_PART_ML)
         kept &= shares >= SMALLEST_SEEN_SHARE * shares[kept].max()
-    mask: Mask = kept[components]
+    mask: Mask = components == kept.argmax() if kept.sum() == 1 else kept[components]
     return mask
 
 

@@ -241,11 +241,13 @@ def _sampled(array: Tensor | Values, grid: Grid, lattice: Grid, outside: float) 
 
 
 def _taken(array: Tensor | Values, rows: Sequence[npt.NDArray[np.int64]]) -> Values:
-    if isinstance(array, Tensor):
-        for axis, row in enumerate(rows):
-            array = array.index_select(axis, torch.from_numpy(row).to(array.device))
-        return array.float().cpu().numpy()
-    return array[np.ix_(*rows)]
+    if not isinstance(array, Tensor):
+        return array[np.ix_(*rows)]
+    if array.device.type == "cpu":  # NumPy takes from all axes at once
+        return _taken(array.numpy(), rows)
+    for axis, row in enumerate(rows):
+        array = array.index_select(axis, torch.from_numpy(row).to(array.device))
+    return array.float().cpu().numpy()
 
 
 def _count(what: Values) -> int:

@@ -140,7 +140,7 @@ class UNet(nn.Module):
 
     def joined(self, level: int, lower: Tensor, skip: Tensor) -> Tensor:
         """A level's input on the way up."""
-        return F.relu_(F.interpolate(self.up[level](lower), scale_factor=2.0) + skip)
+        return F.relu_(F.interpolate(self.up[level](lower), scale_factor=2.0).add_(skip))
 
     def headed(self, x: Tensor) -> Tensor:
         """Logits from the finest level's features."""
