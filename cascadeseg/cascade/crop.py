@@ -15,11 +15,9 @@ import torch
 from torch.nn import functional
 
 from cascadeseg.cascade.locate import LAYERS, Coarse, copy_of, found_in
-from cascadeseg.cascade.resample import resample_scan
 from cascadeseg.formats.scan import Scan
 from cascadeseg.geometry import Box, Grid
 from cascadeseg.labels import LEFT_LUNG, LUNGS, RIGHT_LUNG, Label
-from cascadeseg.network.model import View
 
 MARGIN_MM = 8.0
 GROWTH_MM = 24.0
@@ -29,9 +27,13 @@ STRAY_SHARE = 0.03
 """A blob with less than this share of its side's probability, and apart from it, is not worth a larger box."""
 COLUMN_MM = 15.0
 """How far outside the column of the largest blobs the centre of a smaller one may lie, in front, behind or beside."""
-BODY = View(4.0)
+SAMPLED_MM = 4.0
 TISSUE_HU = -200.0
-"""Fat and all that is denser; three voxels of `BODY` of it in each direction are a wall of the body."""
+"""Fat and all that is denser; three samples of it in each direction across the body are a wall of the body."""
+UNDER_MM = 40.0
+"""As much tissue lies before what lies under the body, and no wall behind it."""
+UNDER_SHARE = 0.7
+"""A blob with more than this share of its voxels under the body is a couch's foam."""
 ENCLOSED_SHARE = 0.25
 """A blob in the body has at least this times the share of its voxels between two walls that the largest one has."""
 OUTSIDE_WEIGHT = 0.02
@@ -98,8 +100,8 @@ def settle_sides(coarse: Coarse, scan: Scan | None = None) -> Coarse:
 
     Args:
         coarse: probabilities.
-        scan: in canonical orientation; where there are more blobs than two side by side, its HU tell which are inside
-            the body: the foam of a couch is not. None: all are taken to be.
+        scan: in canonical orientation; its HU tell which blobs are inside the body: the foam of a couch is not. None:
+            all are taken to be.
     """
     box, found = _found(coarse)
     grid = coarse.grid.cropped(box)
@@ -183,11 +185,14 @@ def _without_strays(said: dict[Label, Mask], weight: Field, grid: Grid, scan: Sc
     a scanner that is out of calibration, lies outside the body.
     """
     parts = {label: _parts(mask, weight) for label, mask in said.items() if mask.any()}
+    if scan is not None and parts:
+        enclosed, under = _of_body(scan, grid)
+        parts = {label: _not_under(part, under, grid, scan.grid) for label, part in parts.items()}
+        parts = {label: part for label, part in parts.items() if part.mass.any()}
     smallest = 0.5 * SMALLEST_LUNG_ML / grid.voxel_volume_ml
     blobs = [part.boxes[n] for part in parts.values() for n in np.flatnonzero(part.mass >= smallest)]
     if scan is not None and _is_odd(blobs):
-        inside = _inside_body(scan, grid)
-        parts = {label: _enclosed(part, inside) for label, part in parts.items()}
+        parts = {label: replace(part, enclosed=_share(part, enclosed)) for label, part in parts.items()}
     largest = [(part.boxes[part.largest], part.enclosed[part.largest]) for part in parts.values()]
     enough = ENCLOSED_SHARE * max((share for _, share in largest), default=0.0)
     in_body = [box for box, share in largest if share >= enough]
@@ -220,31 +225,43 @@ def _parts(mask: Mask, weight: Field) -> _Parts:
     return _Parts(numbers, mass, where["bounding_boxes"], where["centroids"], np.ones_like(mass))
 
 
-def _enclosed(part: _Parts, inside: Mask) -> _Parts:
-    enclosed, all_of_it = (
-        np.bincount(n, minlength=len(part.mass)) for n in (part.numbers[inside], part.numbers.ravel())
-    )
-    return replace(part, enclosed=enclosed / np.maximum(all_of_it, 1))
+def _share(part: _Parts, where: Mask) -> npt.NDArray[np.float64]:
+    """By number, the share of a component's voxels that lie somewhere."""
+    there, all_of_it = (np.bincount(n, minlength=len(part.mass)) for n in (part.numbers[where], part.numbers.ravel()))
+    share: npt.NDArray[np.float64] = there / np.maximum(all_of_it, 1)
+    return share
 
 
-def _inside_body(scan: Scan, grid: Grid) -> Mask:
-    """(X, Y, Z) on a grid: what has a wall of the body before and behind it, however far.
+def _not_under(part: _Parts, under: Mask, grid: Grid, scan_grid: Grid) -> _Parts:
+    """Components without those under the body; one at the back of the field of view may be a lung that it cuts."""
+    at_face = float(scan_grid.index(grid.world((0, -1, 0)))[1]) < 0
+    cut = np.array([at_face and box[1].start == 0 for box in part.boxes])
+    return replace(part, mass=np.where((_share(part, under) > UNDER_SHARE) & ~cut, 0, part.mass))
+
+
+def _of_body(scan: Scan, grid: Grid) -> tuple[Mask, Mask]:
+    """(X, Y, Z) on a grid: what has a wall of the body before and behind it, however far, and what lies under the body.
 
     A wall is a centimetre of tissue in all directions across the body; a couch's shell is thinner.
     """
-    body = scan.grid.resampled(BODY.spacing_mm)
-    nx, ny, nz = body.shape
-    layers = grid.covering(Box.whole(grid.shape), body).clipped((nx, ny, nz))
-    seen = body.cropped(Box((0, 0, layers.start[2]), (nx, ny, layers.stop[2])))
-    image = resample_scan(scan, seen, BODY, torch.device("cpu"))
-    air = (image < (TISSUE_HU - BODY.low_hu) / BODY.scale_hu).float()
+    step = [max(1, int(SAMPLED_MM / mm)) for mm in scan.grid.spacing_mm]
+    sample = scan.voxels[:: step[0], :: step[1], :: step[2]]
+    affine = scan.grid.affine @ np.diag([*step, 1])
+    sampled = Grid(sample.shape, affine)
+    layers = grid.covering(Box.whole(grid.shape), sampled).clipped(sample.shape)
+    seen = sampled.cropped(Box((0, 0, layers.start[2]), (*sample.shape[:2], layers.stop[2])))
+    values = sample[..., layers.start[2] : layers.stop[2]] * np.float32(scan.slope) + np.float32(scan.intercept)
+    tissue = values > TISSUE_HU
+    air = torch.from_numpy(~tissue).float()
     wall = functional.max_pool3d(air[None], (3, 3, 1), stride=1, padding=(1, 1, 0))[0].numpy() == 0
+    ny = tissue.shape[1]
     first, last = wall.argmax(axis=1)[:, None], ny - 1 - wall[:, ::-1].argmax(axis=1)[:, None]
-    y = np.arange(ny)[None, :, None]
-    enclosed = wall.any(axis=1)[:, None] & (first <= y) & (y <= last)
-    rows = (row.clip(0, n - 1) for row, n in zip(seen.nearest(grid), seen.shape, strict=True))
-    inside: Mask = enclosed[np.ix_(*rows)]
-    return inside
+    y, any_wall = np.arange(ny)[None, :, None], wall.any(axis=1)[:, None]
+    enclosed = any_wall & (first <= y) & (y <= last)
+    before_mm = tissue[:, ::-1].cumsum(axis=1)[:, ::-1] * seen.spacing_mm[1]
+    under = (before_mm >= UNDER_MM) & ~(any_wall & (first <= y))
+    rows = np.ix_(*(row.clip(0, n - 1) for row, n in zip(seen.nearest(grid), seen.shape, strict=True)))
+    return enclosed[rows], under[rows]
 
 
 def _agree_with_geometry(masks: dict[Label, Mask], grid: Grid) -> dict[Label, Mask]:

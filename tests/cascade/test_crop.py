@@ -9,7 +9,7 @@ from cascadeseg.cascade.locate import Coarse
 from cascadeseg.formats.scan import Scan
 from cascadeseg.geometry import Box, Grid
 from cascadeseg.labels import LEFT_LUNG, RIGHT_LUNG
-from tests.cascade.chest import CENTRES, RADII, chest, chest_grid, truth
+from tests.cascade.chest import CENTRES, RADII, TISSUE_HU, chest, chest_grid, truth
 
 GRID = chest_grid((4.0, 4.0, 4.0))
 
@@ -139,6 +139,27 @@ def test_foam_larger_than_the_lungs_is_told_by_what_lies_outside_the_body(called
     said = np.stack([right | as_right, left | (foam & ~as_right)]).astype(np.float16)
     found = settle_sides(Coarse(torch.from_numpy(said), scan.grid), scan).lungs.numpy() > 0.5
     assert np.array_equal(found, np.stack([right, left]))
+
+
+@pytest.mark.parametrize("called", ["right", "both"])
+def test_foam_of_a_couch_under_a_body_without_lungs_is_no_lung(called):
+    body = chest(GRID)
+    body.voxels[:] = TISSUE_HU
+    scan, foam = couch_below(body)
+    on_right = np.arange(len(foam))[:, None, None] > len(foam) // 2
+    as_right = foam if called == "right" else foam & on_right
+    said = torch.from_numpy(np.stack([as_right, foam & ~as_right]).astype(np.float16))
+    assert not settle_sides(Coarse(said, scan.grid), scan).lungs.any()
+
+
+def test_a_lung_cut_at_the_back_of_the_field_of_view_stays():
+    right, left = lungs()
+    y = np.flatnonzero(right.any(axis=(0, 2)))
+    front = Box((0, int(y.mean()), 0), GRID.shape)
+    scan = chest(GRID.cropped(front))
+    said = np.stack([right, left]).astype(np.float16)[:, *front.slices]
+    found = settle_sides(Coarse(torch.from_numpy(said), scan.grid), scan)
+    assert np.array_equal(found.lungs.numpy(), said)
 
 
 def test_air_above_the_shoulders_is_no_part_of_a_lung_though_it_lies_in_the_lungs_column():
