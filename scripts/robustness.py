@@ -3,7 +3,8 @@
     python scripts/robustness.py SCANS OUT [--model DIR] [--workers 2] [--changes NAME ...]
 
 SCANS holds NAME.nii.gz and NAME_ref.nii.gz (1 right lung, 2 left lung, 255 ignored), as for validate.py; the reference
-undergoes what the scan does. The severity curves (severity.py) know the truth to the voxel, but their patients are
+undergoes what the scan does. What lies above and below the lungs is segmented by itself, too: there is no lung in it.
+The severity curves (severity.py) know the truth to the voxel, but their patients are
 synthetic; here the patients are real, and what is changed about them is simple. OUT gets one JSON file a scan and
 change in a folder named by the model's hash (one that is there is not made again, so it can be interrupted), and
 table.md. The scans are for validation only.
@@ -35,6 +36,10 @@ from cascadeseg.network import load_model
 AIR_HU = -1024
 SMALLEST_ML = 50.0
 """What of a lung must be left in the scan for it to count."""
+BESIDE_MM = 6.0
+"""From the lungs to where a scan without lung begins: no reference is right to the slice."""
+THINNEST_MM = 30.0
+"""Of a scan without lung."""
 
 Labels = np.ndarray[Any, Any]
 Case = tuple[Scan, Labels]
@@ -125,6 +130,18 @@ def every_other_slice(scan: Scan, labels: Labels) -> Case:
     return changed(scan, scan.hu()[:, :, ::2], [x, y, 2 * z]), labels[:, :, ::2]
 
 
+def without_lungs(scan: Scan, labels: Labels, above: bool) -> Case:
+    """The slices above or below the lungs; none at all where they are thinner than `THINNEST_MM`."""
+    place = np.flatnonzero(labels.any((0, 1)))
+    beside = round(BESIDE_MM / scan.grid.spacing_mm[2])
+    x, y, z = scan.grid.shape
+    low, high = (int(place[-1]) + 1 + beside, z) if above else (0, int(place[0]) - beside)
+    if (high - low) * scan.grid.spacing_mm[2] < THINNEST_MM:
+        low = high = 0
+    box = Box((0, 0, low), (x, y, high))
+    return changed(scan, scan.hu(box)), labels[box.slices]
+
+
 CHANGES: dict[str, Callable[[Scan, Labels], Case]] = {
     "as it is": lambda scan, labels: (scan, labels),
     "every other slice": every_other_slice,
@@ -151,6 +168,8 @@ CHANGES: dict[str, Callable[[Scan, Labels], Case]] = {
     "turned by 20 degrees about the long axis": partial(turned, axis=2, degrees=20),
     "turned by 20 degrees sideways": partial(turned, axis=1, degrees=20),
     "mirrored (situs inversus)": mirrored,
+    "only what lies above the lungs": partial(without_lungs, above=True),
+    "only what lies below the lungs": partial(without_lungs, above=False),
 }
 
 
@@ -185,7 +204,16 @@ def scored(segmenter: Segmenter, path: str, change: str) -> dict[str, Any]:
     scan = read_scan(path).canonical()
     labels, grid = read_labels(reference_of(Path(path)))
     case, reference = CHANGES[change](changed(scan, scan.hu()), np.asarray(canonical_view(labels, grid)))
+    record = {"scan": Path(path).name, "change": change}
+    if 0 in case.grid.shape:
+        return record | {"lungs": []}
     result = segmenter.segment(case)
+    if not np.isin(reference, [lung.value for lung in LUNGS]).any():
+        return record | {
+            "lungs": [],
+            "taken_ml": sum(lung.volume_ml for lung in result.lungs),
+            "verdict": result.verdict,
+        }
     lungs = [
         {"side": lung.side, "dice": scores.dice, "nsd_2mm": scores.nsd_2mm, "verdict": told.verdict}
         for lung, scores, told in zip(
@@ -193,7 +221,7 @@ def scored(segmenter: Segmenter, path: str, change: str) -> dict[str, Any]:
         )
         if np.count_nonzero(reference == lung.value) * case.grid.voxel_volume_ml >= SMALLEST_ML
     ]
-    return {"scan": Path(path).name, "change": change, "lungs": lungs, "seconds": sum(result.seconds.values())}
+    return record | {"lungs": lungs, "seconds": sum(result.seconds.values())}
 
 
 def slug(change: str) -> str:
@@ -211,6 +239,13 @@ def table(records: list[dict[str, Any]]) -> str:
             review = sum(lung["verdict"] == "review" for lung in lungs)
             cells = [f"{mean(values):.3f}", f"{min(values):.3f}", f"{mean(lung['nsd_2mm'] for lung in lungs):.3f}"]
             lines.append(f"| {change} | {len(lungs)} | {' | '.join(cells)} | {review} |")
+    lines += ["", "| without lung | scans | taken for lung, ml, mean | most | for review |", "|---" * 5 + "|"]
+    for change in CHANGES:
+        empty = [record for record in records if record["change"] == change and "taken_ml" in record]
+        if empty:
+            taken = [record["taken_ml"] for record in empty]
+            review = sum(record["verdict"] == "review" for record in empty)
+            lines.append(f"| {change} | {len(empty)} | {mean(taken):.0f} | {max(taken):.0f} | {review} |")
     return "\n".join(lines) + "\n"
 
 

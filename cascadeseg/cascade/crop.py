@@ -30,10 +30,10 @@ COLUMN_MM = 15.0
 SAMPLED_MM = 4.0
 TISSUE_HU = -200.0
 """Fat and all that is denser; three samples of it in each direction across the body are a wall of the body."""
-UNDER_MM = 40.0
-"""As much tissue lies before what lies under the body, and no wall behind it."""
-UNDER_SHARE = 0.7
-"""A blob with more than this share of its voxels under the body is a couch's foam."""
+BODY_MM = 40.0
+"""What lies behind or before as much tissue, with no wall on its other side, lies outside the body."""
+OUTSIDE_SHARE = 0.8
+"""A blob with more than this share of its voxels outside the body is a couch's foam, or air under a blanket."""
 ENCLOSED_SHARE = 0.25
 """A blob in the body has at least this times the share of its voxels between two walls that the largest one has."""
 OUTSIDE_WEIGHT = 0.02
@@ -186,8 +186,8 @@ def _without_strays(said: dict[Label, Mask], weight: Field, grid: Grid, scan: Sc
     """
     parts = {label: _parts(mask, weight) for label, mask in said.items() if mask.any()}
     if scan is not None and parts:
-        enclosed, under = _of_body(scan, grid)
-        parts = {label: _not_under(part, under, grid, scan.grid) for label, part in parts.items()}
+        enclosed, outside = _of_body(scan, grid)
+        parts = {label: _not_outside(part, outside, grid, scan.grid) for label, part in parts.items()}
         parts = {label: part for label, part in parts.items() if part.mass.any()}
     smallest = 0.5 * SMALLEST_LUNG_ML / grid.voxel_volume_ml
     blobs = [part.boxes[n] for part in parts.values() for n in np.flatnonzero(part.mass >= smallest)]
@@ -232,17 +232,21 @@ def _share(part: _Parts, where: Mask) -> npt.NDArray[np.float64]:
     return share
 
 
-def _not_under(part: _Parts, under: Mask, grid: Grid, scan_grid: Grid) -> _Parts:
-    """Components without those under the body; one at the back of the field of view may be a lung that it cuts."""
-    at_face = float(scan_grid.index(grid.world((0, -1, 0)))[1]) < 0
-    cut = np.array([at_face and box[1].start == 0 for box in part.boxes])
-    return replace(part, mass=np.where((_share(part, under) > UNDER_SHARE) & ~cut, 0, part.mass))
+def _not_outside(part: _Parts, outside: Mask, grid: Grid, scan_grid: Grid) -> _Parts:
+    """Components but those outside the body; one at the back or front of the field of view may be a lung, cut."""
+    ny = grid.shape[1]
+    low, high = (float(scan_grid.index(grid.world((0, y, 0)))[1]) for y in (-1, ny))
+    back, front = low < 0, high > scan_grid.shape[1] - 1
+    depths = [box[1] if box else slice(0, 0) for box in part.boxes]
+    cut = np.array([(back and y.start == 0) or (front and y.stop == ny) for y in depths])
+    return replace(part, mass=np.where((_share(part, outside) > OUTSIDE_SHARE) & ~cut, 0, part.mass))
 
 
 def _of_body(scan: Scan, grid: Grid) -> tuple[Mask, Mask]:
-    """(X, Y, Z) on a grid: what has a wall of the body before and behind it, however far, and what lies under the body.
+    """(X, Y, Z) on a grid: what has a wall of the body before and behind it, and what lies outside the body.
 
-    A wall is a centimetre of tissue in all directions across the body; a couch's shell is thinner.
+    Of the rest nobody can tell, in a narrow field of view or a thin child. A wall is a centimetre of tissue in all
+    directions across the body, however far away; a couch's shell is thinner.
     """
     step = [max(1, int(SAMPLED_MM / mm)) for mm in scan.grid.spacing_mm]
     sample = scan.voxels[:: step[0], :: step[1], :: step[2]]
@@ -258,10 +262,12 @@ def _of_body(scan: Scan, grid: Grid) -> tuple[Mask, Mask]:
     first, last = wall.argmax(axis=1)[:, None], ny - 1 - wall[:, ::-1].argmax(axis=1)[:, None]
     y, any_wall = np.arange(ny)[None, :, None], wall.any(axis=1)[:, None]
     enclosed = any_wall & (first <= y) & (y <= last)
-    before_mm = tissue[:, ::-1].cumsum(axis=1)[:, ::-1] * seen.spacing_mm[1]
-    under = (before_mm >= UNDER_MM) & ~(any_wall & (first <= y))
+    behind_mm = tissue.cumsum(axis=1) * seen.spacing_mm[1]
+    before_mm = behind_mm[:, -1:] - behind_mm
+    under = (before_mm >= BODY_MM) & ~(any_wall & (first <= y))
+    over = (behind_mm >= BODY_MM) & ~(any_wall & (y <= last))
     rows = np.ix_(*(row.clip(0, n - 1) for row, n in zip(seen.nearest(grid), seen.shape, strict=True)))
-    return enclosed[rows], under[rows]
+    return enclosed[rows], (under | over)[rows]
 
 
 def _agree_with_geometry(masks: dict[Label, Mask], grid: Grid) -> dict[Label, Mask]:

@@ -152,12 +152,23 @@ def test_foam_of_a_couch_under_a_body_without_lungs_is_no_lung(called):
     assert not settle_sides(Coarse(said, scan.grid), scan).lungs.any()
 
 
-def test_a_lung_cut_at_the_back_of_the_field_of_view_stays():
+def test_air_under_a_blanket_over_a_body_without_lungs_is_no_lung():
+    scan = chest(GRID)
+    scan.voxels[:] = TISSUE_HU
+    air = np.zeros(GRID.shape, bool)
+    air[20:60, -12:-4, 10:30] = True
+    scan.voxels[:, -16:] = -1000
+    scan.voxels[18:62, -3] = -100
+    assert not settle_sides(opinion(air, np.zeros_like(air)), scan).lungs.any()
+
+
+@pytest.mark.parametrize("at_back", [True, False])
+def test_a_lung_cut_at_the_back_or_front_of_the_field_of_view_stays(at_back):
     right, left = lungs()
-    y = np.flatnonzero(right.any(axis=(0, 2)))
-    front = Box((0, int(y.mean()), 0), GRID.shape)
-    scan = chest(GRID.cropped(front))
-    said = np.stack([right, left]).astype(np.float16)[:, *front.slices]
+    y = int(np.flatnonzero(right.any(axis=(0, 2))).mean())
+    kept = Box((0, y, 0), GRID.shape) if at_back else Box((0, 0, 0), (GRID.shape[0], y, GRID.shape[2]))
+    scan = chest(GRID.cropped(kept))
+    said = np.stack([right, left]).astype(np.float16)[:, *kept.slices]
     found = settle_sides(Coarse(torch.from_numpy(said), scan.grid), scan)
     assert np.array_equal(found.lungs.numpy(), said)
 
