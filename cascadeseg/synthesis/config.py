@@ -121,13 +121,14 @@ class RandomisationConfig:
 
 @dataclass(frozen=True)
 class ViewConfig:
-    """How often each field of view is drawn (weights)."""
+    """How often each field of view is drawn (weights); a slab of the abdomen is 25 to 120 mm thick."""
 
     chest: float = 0.42
     chest_abdomen: float = 0.15
     lung_free: float = 0.18
     partial: float = 0.15
     one_lung: float = 0.10
+    abdominal_slab: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -197,6 +198,7 @@ PRESETS: dict[str, SynthesisConfig] = {
             effusion_depth=40.0,
         ),
         randomisation=RandomisationConfig(density=0.3),
+        view=ViewConfig(abdominal_slab=0.2),
     ),
 } | {f"without_{name}": config for name, config in _ablations().items()}
 """Patients by name; ``without_...`` are the default ones less one group, for ablations."""

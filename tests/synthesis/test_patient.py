@@ -75,6 +75,14 @@ def test_views_are_mixed_and_fields_range_from_small_to_700_mm() -> None:
     assert 600 < max(widths) <= 700
 
 
+def test_thin_slabs_of_the_abdomen_are_for_training_only() -> None:
+    views = {name: [sample_patient(n, PRESETS[name]).view for n in range(200)] for name in ("default", "training")}
+    slabs = [view for view in views["training"] if view.kind == "abdominal_slab"]
+    assert 0.1 < len(slabs) / 200 < 0.25
+    assert all(view.high <= -60 and 25 <= view.high - view.low <= 120 for view in slabs)
+    assert not any(view.kind == "abdominal_slab" for view in views["default"])
+
+
 def test_the_field_of_view_is_one_lattice_at_any_spacing() -> None:
     patient = sample_patient(9)
     for spacing in (2.0, (0.8, 0.8, 3.0)):
