@@ -6,16 +6,30 @@ import ctypes
 import os
 import sys
 from functools import cache
+from pathlib import Path
 
 M_ARENA_MAX = -8
 """Of glibc's ``mallopt``: how many heaps a process may have."""
 
 
-def give_back_freed_memory() -> None:
-    """Has the C library return what was freed to the system: freed blocks of a step would stay with the process."""
+def give_back_freed_memory(above_mb: float = 0.0) -> None:
+    """Has the C library return what was freed to the system: freed blocks of a step would stay with the process.
+
+    Args:
+        above_mb: only where the process has more than this in memory (MB of 10^6 bytes).
+    """
     trim = getattr(_c_library(), "malloc_trim", None)  # of glibc; others give back by themselves
-    if trim is not None:
+    if trim is not None and (not above_mb or _resident_mb() > above_mb):
         trim(0)
+
+
+def _resident_mb() -> float:
+    """What the process has in memory; infinity where the system does not say."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    except (OSError, IndexError, ValueError):
+        return float("inf")
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 def share_one_heap() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from cascadeseg.memory import give_back_freed_memory
 from cascadeseg.network.blocks import BottleneckBlock, ResidualBlock, space_to_depth
 from cascadeseg.network.levels import NARROWER, Finish, Image, cell_of, convolutions_of, streamed_levels
 from cascadeseg.network.unet import UNet
@@ -20,6 +21,8 @@ PIECE_VOXELS = 500_000
 """Voxels of the image that are in work at any one time, about: fewer take less memory and more time."""
 THINNEST_PIECE = 8
 """Samples along z; of thinner pieces too much would be remembered slices."""
+ROOMY_MB = 1000.0
+"""What a smaller process freed it may keep between levels: to give it back and fetch it again takes time."""
 FLAT = (1, 1, 0)
 """Padding of convolutions whose neighbours along z are there."""
 
@@ -41,7 +44,9 @@ def in_streams(network: UNet, image: Image, finish: Finish, dtype: torch.dtype, 
         return network.beneath(level, _channels_last(image[..., :][None].to(dtype)))[0]
     skip, lower = _descended(network, level, image, dtype)
     del image
+    give_back_freed_memory(above_mb=ROOMY_MB)
     lower = in_streams(network, lower, finish, dtype, level + 1)
+    give_back_freed_memory(above_mb=ROOMY_MB)
     return _ascended(network, level, lower, skip, finish, dtype)
 
 
