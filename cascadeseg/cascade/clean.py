@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import cc3d
+import fastremap
 import fill_voids
 import numpy as np
 import numpy.typing as npt
@@ -53,11 +54,8 @@ def _parts(lung: Mask, grid: Grid, coarse: Coarse) -> Mask:
     components, count = cc3d.connected_components(lung, connectivity=6, return_N=True)
     if count == 1:
         return lung
-    # A quarter of the time of cc3d's statistics, which find boxes and centroids too; by slices, as they become int64.
-    voxels = np.zeros(count + 1, np.int64)
-    for layer in np.moveaxis(components, 2, 0):
-        voxels += np.bincount(layer.ravel(order="K"), minlength=count + 1)
-    sizes = voxels * grid.voxel_volume_ml
+    # A fifth of the time of cc3d's statistics, which find boxes and centroids too.
+    sizes = fastremap.unique(components, return_counts=True)[1] * grid.voxel_volume_ml
     sizes[0] = 0
     kept = sizes >= min(sizes.max(), max(SMALLEST_PART_ML, SMALLEST_PART_SHARE * sizes.max()))
     if kept.sum() > 1:
