@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
-from cascadeseg.cascade.locate import LAYERS, Coarse, copy_of, found_in
+from cascadeseg.cascade.locate import LAYERS, Coarse, copy_of, found_in, sampled_hu
 from cascadeseg.formats.scan import Scan
 from cascadeseg.geometry import Box, Grid
 from cascadeseg.labels import LEFT_LUNG, LUNGS, RIGHT_LUNG, Label
@@ -27,7 +27,6 @@ STRAY_SHARE = 0.03
 """A blob with less than this share of its side's probability, and apart from it, is not worth a larger box."""
 COLUMN_MM = 15.0
 """How far outside the column of the largest blobs the centre of a smaller one may lie, in front, behind or beside."""
-SAMPLED_MM = 4.0
 TISSUE_HU = -200.0
 """Fat and all that is denser; three samples of it in each direction across the body are a wall of the body."""
 BODY_MM = 40.0
@@ -180,9 +179,9 @@ class _Parts:
 def _without_strays(said: dict[Label, Mask], weight: Field, grid: Grid, scan: Scan | None) -> dict[Label, Mask]:
     """The components that matter, by probability mass rather than size, and where a part of a lung can be at all.
 
-    That is in the column that the largest components of both sides stand in: neither behind nor beside it, as the foam
-    of a couch is, which has the HU of a lung. How far above or below does not matter, but air between head and arms, of
-    a scanner that is out of calibration, lies outside the body.
+    That is in the body, and in the column that the largest components of both sides stand in: neither behind nor beside
+    it, as the foam of a couch is, which has the HU of a lung. How far above or below does not matter, but air between
+    head and arms, of a scanner that is out of calibration, lies outside the body.
     """
     parts = {label: _parts(mask, weight) for label, mask in said.items() if mask.any()}
     if scan is not None and parts:
@@ -248,25 +247,21 @@ def _of_body(scan: Scan, grid: Grid) -> tuple[Mask, Mask]:
     Of the rest nobody can tell, in a narrow field of view or a thin child. A wall is a centimetre of tissue in all
     directions across the body, however far away; a couch's shell is thinner.
     """
-    step = [max(1, int(SAMPLED_MM / mm)) for mm in scan.grid.spacing_mm]
-    sample = scan.voxels[:: step[0], :: step[1], :: step[2]]
-    affine = scan.grid.affine @ np.diag([*step, 1])
-    sampled = Grid(sample.shape, affine)
-    layers = grid.covering(Box.whole(grid.shape), sampled).clipped(sample.shape)
-    seen = sampled.cropped(Box((0, 0, layers.start[2]), (*sample.shape[:2], layers.stop[2])))
-    values = sample[..., layers.start[2] : layers.stop[2]] * np.float32(scan.slope) + np.float32(scan.intercept)
-    tissue = values > TISSUE_HU
+    hu, sampled = sampled_hu(scan)
+    nx, ny, nz = sampled.shape
+    layers = grid.covering(Box.whole(grid.shape), sampled).clipped((nx, ny, nz))
+    seen = Box((0, 0, layers.start[2]), (nx, ny, layers.stop[2]))
+    tissue, seen_grid = hu[seen.slices] > TISSUE_HU, sampled.cropped(seen)
     air = torch.from_numpy(~tissue).float()
     wall = functional.max_pool3d(air[None], (3, 3, 1), stride=1, padding=(1, 1, 0))[0].numpy() == 0
-    ny = tissue.shape[1]
     first, last = wall.argmax(axis=1)[:, None], ny - 1 - wall[:, ::-1].argmax(axis=1)[:, None]
     y, any_wall = np.arange(ny)[None, :, None], wall.any(axis=1)[:, None]
     enclosed = any_wall & (first <= y) & (y <= last)
-    behind_mm = tissue.cumsum(axis=1) * seen.spacing_mm[1]
+    behind_mm = tissue.cumsum(axis=1) * seen_grid.spacing_mm[1]
     before_mm = behind_mm[:, -1:] - behind_mm
     under = (before_mm >= BODY_MM) & ~(any_wall & (first <= y))
     over = (behind_mm >= BODY_MM) & ~(any_wall & (y <= last))
-    rows = np.ix_(*(row.clip(0, n - 1) for row, n in zip(seen.nearest(grid), seen.shape, strict=True)))
+    rows = np.ix_(*(row.clip(0, n - 1) for row, n in zip(seen_grid.nearest(grid), seen.shape, strict=True)))
     return enclosed[rows], (under | over)[rows]
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -25,8 +27,8 @@ LAYERS = 32
 AIR_HU = -500.0
 AIR_SHARE = 0.995
 """Of a sagittal or coronal plane's voxels, where it is nothing but air: the rest is noise, a tube, a blanket's fold."""
-SAMPLED_MM = 4.0
 BESIDE_BODY_MM = 8.0
+SAMPLED_MM = 4.0
 
 
 @dataclass(frozen=True)
@@ -79,20 +81,28 @@ def body_box(scan: Scan, grid: Grid) -> Box:
     A quarter of most fields of view is air, above the chest for the most part. To the network it is what lies outside
     an image anyway.
     """
-    step = [max(1, int(SAMPLED_MM / mm)) for mm in scan.grid.spacing_mm]
-    sample = scan.voxels[:: step[0], :: step[1], :: step[2]]
-    dense = sample * np.float32(scan.slope) + np.float32(scan.intercept) > AIR_HU
+    hu, sampled = sampled_hu(scan)
+    dense = hu > AIR_HU
     start, stop = [0, 0, 0], list(scan.grid.shape)
     for axis, others in ((0, (1, 2)), (1, (0, 2))):
         planes = np.flatnonzero(dense.mean(axis=others) > 1 - AIR_SHARE)
         if len(planes):
-            beside = int(np.ceil(BESIDE_BODY_MM / scan.grid.spacing_mm[axis]))
-            start[axis] = int(planes[0]) * step[axis] - beside
-            stop[axis] = (int(planes[-1]) + 1) * step[axis] + beside
+            spacing = scan.grid.spacing_mm[axis]
+            step, beside = round(sampled.spacing_mm[axis] / spacing), int(np.ceil(BESIDE_BODY_MM / spacing))
+            start[axis] = int(planes[0]) * step - beside
+            stop[axis] = (int(planes[-1]) + 1) * step + beside
     box = Box((start[0], start[1], start[2]), (stop[0], stop[1], stop[2])).clipped(scan.grid.shape)
     around = scan.grid.covering(box, grid).clipped(grid.shape)
     (x0, y0, _), (x1, y1, _) = around.start, around.stop
     return Box((x0, y0, 0), (x1, y1, grid.shape[2]))
+
+
+def sampled_hu(scan: Scan) -> tuple[npt.NDArray[np.floating[Any]], Grid]:
+    """(X, Y, Z) the HU of every voxel about `SAMPLED_MM` apart, and their grid: enough to see where a body is."""
+    x, y, z = (max(1, int(SAMPLED_MM / mm)) for mm in scan.grid.spacing_mm)
+    voxels = scan.voxels[::x, ::y, ::z]
+    hu = voxels * np.float32(scan.slope) + np.float32(scan.intercept)
+    return hu, Grid(voxels.shape, scan.grid.affine @ np.diag([x, y, z, 1]))
 
 
 def _image(scan: Scan, grid: Grid, view: View, device: torch.device) -> Layers:
@@ -138,12 +148,14 @@ def _zeros(shape: Shape, device: torch.device) -> Tensor:
 
 
 def copy_of(lungs: Tensor) -> Tensor:
-    """A copy of (2, X, Y, Z) probabilities that takes memory only where they do."""
+    """A copy of (2, X, Y, Z) probabilities that takes the host's memory only where they do."""
+    if lungs.device.type != "cpu":
+        return lungs.clone()
     _, nx, ny, nz = lungs.shape
     copy = _zeros((nx, ny, nz), lungs.device)
     for start in range(0, nz, LAYERS):
         layers = lungs[..., start : start + LAYERS]
-        if layers.numpy(force=True).view(f"i{layers.element_size()}").any():  # integers: 60 times as fast as float16
+        if layers.numpy().view(f"i{layers.element_size()}").any():  # as integers: float16 takes thirty times as long
             copy[..., start : start + LAYERS] = layers
     return copy
 
