@@ -739,7 +739,7 @@ def _set_up_libraries() -> None:
 def _import_pipeline() -> None:
     """Imports torch and all that segments.
 
-    A tenth of the time went into looking for garbage among half a million new objects, which are there to stay.
+    A tenth of a second went into looking for garbage among 170,000 new objects, which are there to stay.
     """
     gc.disable()
     try:

@@ -4,10 +4,10 @@
 
 SCANS holds NAME.nii.gz and NAME_ref.nii.gz (1 right lung, 2 left lung, 255 ignored), as for validate.py; the reference
 undergoes what the scan does. What lies above and below the lungs is segmented by itself, too: there is no lung in it.
-The severity curves (severity.py) know the truth to the voxel, but their patients are
-synthetic; here the patients are real, and what is changed about them is simple. OUT gets one JSON file a scan and
-change in a folder named by the model's hash (one that is there is not made again, so it can be interrupted), and
-table.md. The scans are for validation only.
+The severity curves (severity.py) know the truth to the voxel, but their patients are synthetic; here the patients are
+real, and what is changed about them is simple. OUT gets one JSON file a scan and change in a folder named by the
+model's hash (one that is there is not made again, so it can be interrupted), and table.md. The scans are for
+validation only.
 """
 
 from __future__ import annotations
