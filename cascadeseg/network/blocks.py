@@ -59,11 +59,23 @@ class ConvNorm(nn.Module):
         padding = convolution.padding if padding is None else padding
         if self.one_pass and relu and (plus is None or (_channels_last(x) and _channels_last(plus))):
             return _in_one_pass(convolution, x, plus, padding)
-        y = self.norm(F.conv3d(x, convolution.weight, convolution.bias, convolution.stride, padding))
+        y = self.norm(_convolved(convolution, x, padding))
         if plus is not None:
             y = y + plus
         result: Tensor = F.relu_(y) if relu else y
         return result
+
+
+def _convolved(convolution: nn.Conv3d, x: Tensor, padding: Any) -> Tensor:
+    """A convolution whose gradients can be trusted.
+
+    Where the first axis has two voxels and is padded, oneDNN's bfloat16 gradient of the weights has in it what happened
+    to lie in memory (torch 2.13, a processor with AVX-512; seen as NaN in the coarsest level of narrow patches). With
+    the zeros put there beforehand it has not.
+    """
+    if torch.is_grad_enabled() and x.shape[2] == 2 and padding[0]:
+        x, padding = F.pad(x, (0, 0, 0, 0, padding[0], padding[0])), (0, *padding[1:])
+    return F.conv3d(x, convolution.weight, convolution.bias, convolution.stride, padding)
 
 
 def _channels_last(x: Tensor) -> bool:

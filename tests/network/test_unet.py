@@ -54,6 +54,26 @@ def test_space_to_depth_is_undone_exactly():
     assert torch.equal(depth_to_space(space_to_depth(x)), x)
 
 
+@pytest.mark.parametrize("shape", [(2, 2, 1), (2, 4, 4), (3, 2, 2)])
+def test_gradients_in_bf16_are_those_in_fp32_however_small_the_image(shape):
+    torch.manual_seed(0)
+    layer = blocks.ConvNorm(64, 64, 3, "batch").eval()
+    image = torch.randn(1, 64, *shape)
+
+    def gradient(bf16: bool) -> torch.Tensor:
+        layer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            result = layer(image)
+        result.float().square().sum().backward()
+        return layer.convolution.weight.grad.clone()
+
+    wanted = gradient(bf16=False)
+    for _ in range(20):
+        freed = [torch.full((size,), float("nan")) for size in (10_000, 100_000, 64 * 64 * 27 // 2)]
+        del freed  # what is allocated next may lie there
+        assert (gradient(bf16=True) - wanted).norm() < 0.03 * wanted.norm()
+
+
 @pytest.mark.parametrize("config", CONFIGS)
 def test_folding_the_norms_changes_nothing(config):
     network, image = trained(config), torch.randn(1, 2, 16, 16, 16)
