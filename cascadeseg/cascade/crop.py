@@ -137,7 +137,7 @@ def _around(boxes: list[Box]) -> Box:
 
 
 def _sides(lungs: Field) -> dict[Label, Mask]:
-    found = lungs.sum(axis=0) > 0.5
+    found = found_in(torch.from_numpy(lungs)).numpy()
     right = found & (lungs[0] >= lungs[1])
     return {RIGHT_LUNG: right, LEFT_LUNG: found & ~right}
 
