@@ -78,6 +78,9 @@ def _options() -> argparse.Namespace:
         "--chunk-minutes", type=float, default=0.0, metavar="M", help="stop after so long; default never"
     )
     parser.add_argument("--scans", type=Path, help="scans with references, to score the finished model on")
+    parser.add_argument(
+        "--model-version", default=__version__, metavar="V", help=f"default the package's, {__version__}"
+    )
     parser.add_argument("--install", action="store_true", help="put the finished model into the package")
     parser.add_argument("--set1", nargs="+", default=[], metavar="KEY=VALUE", help="overrides of stage 1's recipe")
     parser.add_argument("--set2", nargs="+", default=[], metavar="KEY=VALUE", help="overrides of stage 2's recipe")
@@ -129,7 +132,7 @@ def combined(options: argparse.Namespace) -> Path:
     first, second = (load_model(options.output / f"stage{stage}" / "model") for stage in (1, 2))
     notes = {"training_data": "synthetic chest CT only", "recipe": options.preset, "seed": options.seed}
     notes |= {**first.notes, **second.notes}
-    model = Model(first.locator, second.refiner, name=second.name, version=__version__, notes=notes)
+    model = Model(first.locator, second.refiner, name=second.name, version=options.model_version, notes=notes)
     folder: Path = options.output / "model"
     save_model(model, folder)
     return folder
