@@ -110,7 +110,8 @@ class RandomisationConfig:
         intensity: factor on the spread of each tissue's mean HU.
         texture: factor on the textures of the lung.
         contrast: factor on the share of scans with contrast medium.
-        density: share of patients whose lungs have any density there is, however deep they breathe.
+        density: share of patients whose lungs have any density there is, however deep they breathe; dark ones are
+            likelier, as it is them that bowel gas resembles.
     """
 
     intensity: float = 1.0
@@ -198,7 +199,7 @@ PRESETS: dict[str, SynthesisConfig] = {
             effusion_depth=40.0,
         ),
         randomisation=RandomisationConfig(density=0.3),
-        view=ViewConfig(abdominal_slab=0.2),
+        view=ViewConfig(lung_free=0.14, partial=0.25, abdominal_slab=0.14),
     ),
 } | {f"without_{name}": config for name, config in _ablations().items()}
 """Patients by name; ``without_...`` are the default ones less one group, for ablations."""

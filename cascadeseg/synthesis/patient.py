@@ -347,4 +347,5 @@ def _draw_hounsfield(d: Draw, torso: Torso, config: SynthesisConfig) -> Hounsfie
         texture=(d.uniform(5, 30) * t, d.uniform(4, 18) * t, d.uniform(6, 30) * t, d.uniform(10, 150) * t),
         texture_seed=d.seed(),
     )
-    return replace(hounsfield, lung=d.uniform(-965, -600)) if d.chance(config.randomisation.density) else hounsfield
+    any_density = d.chance(config.randomisation.density)
+    return replace(hounsfield, lung=-965 + 365 * d.uniform(0, 1) ** 2) if any_density else hounsfield

@@ -78,9 +78,18 @@ def test_views_are_mixed_and_fields_range_from_small_to_700_mm() -> None:
 def test_thin_slabs_of_the_abdomen_are_for_training_only() -> None:
     views = {name: [sample_patient(n, PRESETS[name]).view for n in range(200)] for name in ("default", "training")}
     slabs = [view for view in views["training"] if view.kind == "abdominal_slab"]
-    assert 0.1 < len(slabs) / 200 < 0.25
+    assert 0.05 < len(slabs) / 200 < 0.2
     assert all(view.high <= -60 and 25 <= view.high - view.low <= 120 for view in slabs)
     assert not any(view.kind == "abdominal_slab" for view in views["default"])
+
+
+def test_dark_lungs_are_common_in_training() -> None:
+    presets = ("default", "training")
+    lungs = {name: [sample_patient(n, PRESETS[name]).hounsfield.lung for n in range(200)] for name in presets}
+    dark = {name: sum(hu < -925 for hu in all_of_it) for name, all_of_it in lungs.items()}
+    assert dark["training"] > 2 * dark["default"]
+    assert -965 <= min(lungs["training"]) < -950
+    assert max(lungs["training"]) > -620
 
 
 def test_the_field_of_view_is_one_lattice_at_any_spacing() -> None:
