@@ -111,7 +111,7 @@ class RandomisationConfig:
         texture: factor on the textures of the lung.
         contrast: factor on the share of scans with contrast medium.
         density: share of patients whose lungs have any density there is, however deep they breathe; dark ones are
-            likelier, as it is them that bowel gas resembles.
+            likelier, as gas in the bowel looks like them.
     """
 
     intensity: float = 1.0
