@@ -193,6 +193,31 @@ def test_help_is_quick_and_loads_no_heavy_library() -> None:
     assert time.perf_counter() - start < 1.0, "0.3 s on a quiet machine"
 
 
+def test_infer_as_a_program_leaves_out_what_only_compilers_need(tmp_path: Path) -> None:
+    """A torch that looks into it at its import would work, but later: then `program` had better not do it."""
+    arguments = ["cascadeseg", "infer", str(make_scan(tmp_path / "scan.nii.gz"))]
+    code = f"""import os, sys
+from cascadeseg import cli
+sys.argv = {arguments}
+os._exit = lambda code: print(code, "__file__" in vars(sys.modules["torch._meta_registrations"]))
+cli.program()"""
+    done = python("-c", code)
+    assert done.stdout.splitlines()[-1] == "0 False", done.stderr
+    assert (tmp_path / "scan_lungs.nii.gz").exists()
+
+
+def test_a_stand_in_gives_way_to_its_module_when_something_is_looked_up() -> None:
+    code = """import sys
+from cascadeseg.cli import _import_when_used
+_import_when_used("colorsys")
+import colorsys
+before = "__file__" in vars(sys.modules["colorsys"])
+from colorsys import rgb_to_hsv
+import colorsys as after
+print(before, rgb_to_hsv(1, 0, 0)[1], "__file__" in vars(after))"""
+    assert python("-c", code).stdout == "False 1.0 True\n"
+
+
 def test_the_package_exports_lazily() -> None:
     code = "import sys, cascadeseg; before = 'torch' in sys.modules; cascadeseg.Segmenter; sys.exit(before)"
     assert python("-c", code).returncode == 0
