@@ -236,6 +236,7 @@ def mediastinum(p: Points, patient: Patient) -> Tensor:
     front = 10 + chest.column_depth * (0.75 + 0.25 * torch.sigmoid((t - 0.4) * 12))
     back = vertebra_y + 6 * above
     column = superellipse(x - 0.35 * chest.junction_x, y - (front + back) / 2, width, (front - back) / 2, 2.2)
+    column = smooth_max(column, -beside_trachea((x, y, z), patient), 6)
     shape = smooth_min(shape, column, k)
     shape = smooth_min(shape, heart(p, patient, shadow=True), 0.8 * k)
     zc = chest.carina
@@ -247,6 +248,23 @@ def mediastinum(p: Points, patient: Patient) -> Tensor:
     middle, half = junction(p, patient)
     # The septum itself is too thin for the coarse lattice; here only the triangle of fat behind the sternum.
     return smooth_min(shape, torch.maximum((p[0] - middle).abs() - (half - 0.5 * chest.septum), -y), 6)
+
+
+def beside_trachea(p: Points, patient: Patient) -> Tensor:
+    """Where a lung takes the place of the fat beside the trachea, from above the carina to below the apex.
+
+    On the right the lung mostly comes to lie against its wall (the right paratracheal stripe: 1 to 4 mm of wall, fat and
+    pleura, doi 10.1148/122.2.295), on the left seldom. Round vessels that lie there the lung goes.
+    """
+    x, y, z = p
+    chest = patient.chest
+    x0, _, zc = carina_point(chest)
+    sides = [
+        smooth_max(chest.trachea + chest.paratracheal[side] - s * (x - x0), y - chest.paratracheal_front, 6)
+        for side, s in enumerate(SIDES)
+    ]
+    heights = torch.maximum(zc + 10 - z, z - patient.torso.height + 18)
+    return smooth_max(torch.minimum(*sides), heights, 8)
 
 
 def junction(p: Points, patient: Patient) -> tuple[Tensor, Tensor]:

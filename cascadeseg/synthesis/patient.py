@@ -88,6 +88,9 @@ class Chest:
     tree_seed: int
     leaf: float
     tree_power: float
+    paratracheal: tuple[float, float]
+    paratracheal_front: float
+    airway_wall: float
 
 
 @dataclass(frozen=True)
@@ -284,6 +287,9 @@ def _draw_chest(d: Draw, torso: Torso, config: SynthesisConfig) -> Chest:
         tree_seed=d.seed(),
         leaf=d.uniform(0.28, 0.54),
         tree_power=d.uniform(2.3, 2.75),
+        paratracheal=(d.uniform(-8, 6), d.uniform(-8, 40)),
+        paratracheal_front=d.uniform(-10, 14),
+        airway_wall=d.uniform(0.5, 1.8),
     )
 
 

@@ -46,12 +46,14 @@ def body_shapes(scene: Scene) -> Shapes:
     if torso.breast:
         skin = smooth_min(skin, _breasts(scene) * scene.scale, 14)
     vessels = anatomy.great_vessels(patient)
-    tubes = [*vessels.values(), anatomy.airways(patient), anatomy.oesophagus(patient), anatomy.risen_stomach(patient)]
-    large = Beads.joined(tubes).grown(1.5)
+    large = Beads.joined([*vessels.values(), anatomy.oesophagus(patient), anatomy.risen_stomach(patient)]).grown(1.5)
     # The lungs follow the great vessels: aortic knob, caval vein, subclavian grooves.
     contents = scene.coarse_splat(large, 14.0)
     wander = scene.coarse_noise(patient.chest.tree_seed + 5, 45.0) * patient.chest.wander
     between = smooth_min(normalised(anatomy.mediastinum(p, patient)) + wander, contents, 13)
+    # Nothing but its wall need lie between a large airway and a lung; the wall itself is cut out of the lung later.
+    airways = scene.coarse_splat(anatomy.airways(patient).grown(patient.chest.airway_wall - 2.5))
+    between = smooth_min(between, airways, 4)
     heights = [anatomy.diaphragm_height(x, y, patient, side) for side in (0, 1)]
     both = torch.lerp(heights[1], heights[0], torch.sigmoid(x / 12))
     return Shapes(

@@ -148,7 +148,7 @@ def _lung(scene: Scene, shapes: Shapes, side: int) -> Lung | None:
 def _central_structures(scene: Scene) -> tuple[Slices, Tensor] | None:
     """Distance to airways (with their wall) and hilar vessels: none of them is lung."""
     patient = scene.patient
-    trunk = anatomy.airways(patient).grown(1.6)
+    trunk = anatomy.airways(patient).grown(patient.chest.airway_wall + 0.1)
     hila = [_branches(patient, side).central.grown(0.8) for side in (0, 1)]
     beads = scene.world(Beads.joined([trunk, *hila]))
     part = scene.box_of(beads, 4.0)
@@ -239,5 +239,5 @@ def paint_airways(scene: Scene) -> None:
         scene.tubes(lobar.grown(1.0), hu.muscle - 40, Tissue.BRONCHUS)
         scene.tubes(lobar, hu.lumen + 10, Tissue.BRONCHUS)
     beads = anatomy.airways(scene.patient)
-    scene.tubes(beads.grown(1.5), hu.muscle - 20, Tissue.AIRWAY_WALL)
+    scene.tubes(beads.grown(scene.patient.chest.airway_wall), hu.muscle - 20, Tissue.AIRWAY_WALL)
     scene.tubes(beads, hu.lumen, Tissue.AIRWAY)

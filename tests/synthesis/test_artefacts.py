@@ -7,6 +7,7 @@ from typing import Any
 import cc3d
 import numpy as np
 import pytest
+import SimpleITK as sitk
 import torch
 
 from cascadeseg.geometry import Box, Grid
@@ -164,6 +165,24 @@ def test_air_leads_from_the_trachea_into_both_lungs_and_the_large_airways_are_no
     tree = pieces == np.bincount(pieces[airway.numpy()])[1:].argmax() + 1
     for value in (1, 2):
         assert (tree & (phantom.labels.numpy() == value)).sum() > 5
+
+
+def test_the_right_lung_may_lie_against_the_trachea_which_stays_outside() -> None:
+    patient = quiet()
+    x, y, z = patient.torso.offset
+    height = 0.5 * (patient.chest.carina + 10 + patient.torso.height - 18) * patient.torso.size
+    half = np.array([50.0, 50.0, 10.0])
+    grid = Grid.axis_aligned([101, 101, 21], (1.0,) * 3, np.round(np.array([x, y, z + height]) - half))
+    walls = []
+    for paratracheal in ((-8.0, 30.0), (30.0, 30.0)):
+        phantom = render(replace(patient, chest=replace(patient.chest, paratracheal=paratracheal)), grid)
+        airway = (phantom.tissues == int(Tissue.AIRWAY)).numpy()
+        assert not (airway & (phantom.labels.numpy() > 0)).any()
+        image = sitk.GetImageFromArray(airway.astype(np.uint8))
+        far = sitk.GetArrayFromImage(sitk.SignedMaurerDistanceMap(image, squaredDistance=False))
+        walls.append([far[phantom.labels.numpy() == value].min() for value in (1, 2)])
+    (right, left), (usual, _) = walls
+    assert 0.5 < right < 4 < 7 < min(left, usual)
 
 
 def test_a_stomach_in_the_chest_is_gas_that_is_no_lung() -> None:
