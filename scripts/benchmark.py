@@ -30,6 +30,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,10 @@ def _options() -> argparse.Namespace:
     cache = str(Path(tempfile.gettempdir()) / "cascadeseg-benchmark")
     add("--cache", default=cache, metavar="DIR", help=f"default: {cache}")
     add("--output", metavar="DIR", help="for performance.md, performance.json and plots")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.output and find_spec("matplotlib") is None:
+        parser.error("--output draws plots, for which matplotlib is missing: pip install 'cascadeseg[docs]'")
+    return options
 
 
 # ---------------------------------------------------------------------------------------------------- the parts

@@ -253,8 +253,8 @@ def mediastinum(p: Points, patient: Patient) -> Tensor:
 def beside_trachea(p: Points, patient: Patient) -> Tensor:
     """Where a lung takes the place of the fat beside the trachea, from above the carina to below the apex.
 
-    On the right the lung mostly comes to lie against its wall (the right paratracheal stripe: 1 to 4 mm of wall, fat and
-    pleura, doi 10.1148/122.2.295), on the left seldom. Round vessels that lie there the lung goes.
+    On the right it mostly comes to lie against the trachea's wall (the right paratracheal stripe: 1 to 4 mm of wall,
+    fat and pleura, doi 10.1148/122.2.295), on the left seldom. Round vessels that lie there it goes.
     """
     x, y, z = p
     chest = patient.chest

@@ -7,7 +7,7 @@ from typing import Any
 import cc3d
 import numpy as np
 import pytest
-import SimpleITK as sitk
+import SimpleITK
 import torch
 
 from cascadeseg.geometry import Box, Grid
@@ -178,8 +178,8 @@ def test_the_right_lung_may_lie_against_the_trachea_which_stays_outside() -> Non
         phantom = render(replace(patient, chest=replace(patient.chest, paratracheal=paratracheal)), grid)
         airway = (phantom.tissues == int(Tissue.AIRWAY)).numpy()
         assert not (airway & (phantom.labels.numpy() > 0)).any()
-        image = sitk.GetImageFromArray(airway.astype(np.uint8))
-        far = sitk.GetArrayFromImage(sitk.SignedMaurerDistanceMap(image, squaredDistance=False))
+        image = SimpleITK.GetImageFromArray(airway.astype(np.uint8))
+        far = SimpleITK.GetArrayFromImage(SimpleITK.SignedMaurerDistanceMap(image, squaredDistance=False))
         walls.append([far[phantom.labels.numpy() == value].min() for value in (1, 2)])
     (right, left), (usual, _) = walls
     assert 0.5 < right < 4 < 7 < min(left, usual)
