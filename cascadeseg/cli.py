@@ -7,30 +7,22 @@ A user's mistake is one line on stderr and exit code 2. Other exit codes: 0 done
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import re
 import sys
-import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
-from itertools import islice
+from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from cascadeseg import batch
 from cascadeseg._version import __version__
-from cascadeseg.errors import CascadesegError, ConfigError, DeviceError, ModelError, ScanError
+from cascadeseg.errors import CascadesegError, ConfigError, DeviceError, OutputError, ScanError
+from cascadeseg.terminal import complain, in_one_line, progress_bar, say, survive_odd_terminals
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future
-
-    from cascadeseg.cascade.pipeline import Segmentation, Segmenter
+    from cascadeseg.evaluation.report import Row
     from cascadeseg.evaluation.tables import Case
     from cascadeseg.formats import Scan
     from cascadeseg.outputs import Job
@@ -42,15 +34,11 @@ TRAIN_EXAMPLES = """examples, which need no data:
   cascadeseg train --stage 2 -o runs/two --resume
 """
 DEVICES = re.compile(r"auto|cpu|cuda|cuda:\d+|mps")
-Progress = Callable[[str, float], None]
-_T = TypeVar("_T")
-_Timed = tuple[_T, dict[str, float]]
-"""Something, and the seconds of each step that led to it."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
-    _survive_odd_terminals()
+    survive_odd_terminals()
     verbose = "--verbose" in (sys.argv if arguments is None else arguments)
     try:
         options = _parser().parse_args(arguments)
@@ -59,15 +47,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as stop:  # argparse after --help and --version
         return int(stop.code or 0)
     except KeyboardInterrupt:
-        _complain("interrupted")
+        complain("interrupted")
         return INTERRUPTED
     except Exception as error:
-        line = _in_one_line(error)
+        line = in_one_line(error)
         if line is None:
             raise
         if verbose and not isinstance(error, CascadesegError):
             traceback.print_exc()
-        _complain(line)
+        complain(line)
         return MISTAKE
 
 
@@ -77,7 +65,7 @@ def program() -> NoReturn:
     """
     infers = sys.argv[1:2] == ["infer"]
     if infers:
-        _import_when_used("torch._meta_registrations")
+        batch.import_when_used("torch._meta_registrations")
     code = main()
     if infers:
         for stream in (sys.stdout, sys.stderr):
@@ -85,21 +73,6 @@ def program() -> NoReturn:
                 stream.flush()
         os._exit(code)
     raise SystemExit(code)
-
-
-def _import_when_used(name: str) -> None:
-    """From now on whoever imports a module gets a stand-in, which imports it when something is looked up in it."""
-    stand_in = ModuleType(name)
-
-    def looked_up(attribute: str) -> Any:
-        if attribute.startswith("__"):  # `inspect` asks every module for its file
-            raise AttributeError(attribute)
-        if sys.modules.get(name) is stand_in:
-            del sys.modules[name]
-        return getattr(import_module(name), attribute)
-
-    stand_in.__dict__["__getattr__"] = looked_up
-    sys.modules.setdefault(name, stand_in)
 
 
 # ---------------------------------------------------------------------------------------------------- options
@@ -162,7 +135,10 @@ def _add_infer(commands: Any) -> None:
         metavar="FILE",
         help="write a PNG picture, beside the mask unless FILE is given",
     )
-    add("--force", action="store_true", help="overwrite results that are there")
+    add("--csv", metavar="FILE", help="write a table of all scans, a row each: volumes, quality, verdict, errors")
+    there = parser.add_mutually_exclusive_group()
+    there.add_argument("--force", action="store_true", help="overwrite results that are there")
+    there.add_argument("--resume", action="store_true", help="leave out scans whose results are all there")
     _add_limits(parser)
     _add_loudness(parser)
 
@@ -265,6 +241,13 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     add("--engine", choices=("auto", "torch", "openvino"), default="auto", help="what runs the networks on a CPU")
     for option, what in (("--max-memory", "of the whole program"), ("--max-vram", "of the GPU")):
         add(option, type=_positive(float), metavar="GB", help=f"memory {what}; default: what the scan needs")
+    add(
+        "--jobs",
+        type=_positive(int),
+        default=1,
+        metavar="N",
+        help="scans at once, each in a process with its share of processors and of the memory above; default 1",
+    )
 
 
 def _add_loudness(parser: argparse.ArgumentParser) -> None:
@@ -293,10 +276,10 @@ def _run_infer(options: argparse.Namespace) -> int:
     from cascadeseg import outputs
 
     _check_device(options.device)
-    _set_up_libraries()
+    batch.set_up_libraries()
     found, failures = outputs.find(options.scans)
     for failure in failures:
-        _complain(str(failure))
+        complain(str(failure))
     several = len(options.scans) > 1 or len(found) + len(failures) > 1
     wishes = outputs.Wishes(
         output=options.output,
@@ -304,209 +287,54 @@ def _run_infer(options: argparse.Namespace) -> int:
         report=options.report,
         preview=options.preview,
         force=options.force,
+        resume=options.resume,
     )
     jobs = outputs.plan(found, wishes, several=several)
-    load = _Loader(options.model, options.device, options.engine, options.max_memory, options.max_vram)
-    failed = len(failures) + _infer_all(jobs, load, options)
+    if len(jobs) < len(found) and not options.quiet:
+        say(f"{len(found) - len(jobs)} of {len(found)} scans are done already")
+    table = _Table(Path(options.csv), options) if options.csv else None
+    failed = 0
+    for row in _rows(failures, jobs, options):
+        failed += bool(row.get("error"))
+        if table is not None:
+            table.add(row)
     return _batch_result(failed, len(jobs) + len(failures), several)
 
 
-@dataclass
-class _Loader:
-    """The segmenter, loaded when the first scan turned out to be readable, and then kept.
+def _rows(failures: Sequence[CascadesegError], jobs: Sequence[Job], options: argparse.Namespace) -> Iterator[Row]:
+    """Of what is no scan, and then of each scan when it is done."""
+    for failure in failures:
+        yield {"scan": failure.where, "error": str(failure)}
+    yield from batch.segment_all(jobs, options)
 
-    Attributes:
-        model: a model folder, or None for the shipped one.
-        device: as for `Segmenter`, like the rest.
-        loaded: the segmenter, once it was needed.
-    """
 
-    model: str | None
-    device: str
-    engine: Literal["auto", "torch", "openvino"] = "auto"
-    max_memory_gb: float | None = None
-    max_vram_gb: float | None = None
-    loaded: Segmenter | None = None
+class _Table:
+    """The table of ``--csv``, whole on disk after every scan; with ``--resume`` the one that is there goes on."""
 
-    def __call__(self) -> Segmenter:
-        if self.loaded is None:
-            from cascadeseg.cascade.pipeline import Segmenter
+    def __init__(self, path: Path, options: argparse.Namespace) -> None:
+        from cascadeseg.evaluation.report import read_table
+        from cascadeseg.outputs import check_place
 
-            self.loaded = Segmenter(
-                self.model,
-                device=self.device,
-                engine=self.engine,
-                max_memory_gb=self.max_memory_gb,
-                max_vram_gb=self.max_vram_gb,
+        check_place(path)
+        if path.exists() and not (options.force or options.resume):
+            raise OutputError(
+                path, "exists", remedy="overwrite with --force, go on with --resume, or choose another name"
             )
-        return self.loaded
+        self.path = path
+        self.rows = {row["scan"]: row for row in read_table(path)} if options.resume and path.exists() else {}
 
+    def add(self, row: Row) -> None:
+        from cascadeseg.atomic import replace_text
+        from cascadeseg.evaluation.report import table_csv
 
-def _infer_all(jobs: Sequence[Job], load: _Loader, options: argparse.Namespace) -> int:
-    """Segments scans and returns how many failed. A scan that fails is told, and is no reason to stop.
-
-    While one is segmented the next is read and the last is written; with limited memory one follows after another.
-
-    Raises:
-        ModelError, DeviceError: no other scan would fare better.
-    """
-    from concurrent.futures import ThreadPoolExecutor, wait
-
-    failed = 0
-    writing: Future[bool] | None = None
-    with ThreadPoolExecutor(1) as writer:
-        for job, reading in _read_ahead(jobs, load, options):
-            segmented = _segment_one(job, reading, load, options)
-            if writing is not None:
-                failed += not writing.result()
-            writing = writer.submit(_finish_one, job, segmented, options)
-            del segmented
-            if options.max_memory is not None:
-                wait([writing])
-    return failed + int(writing is not None and not writing.result())
-
-
-def _read_ahead(
-    jobs: Sequence[Job], load: _Loader, options: argparse.Namespace
-) -> Iterator[tuple[Job, Future[_Timed[Scan]]]]:
-    """Each job with its scan, which is being read; the next is read meanwhile unless memory is limited."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    def read(job: Job) -> _Timed[Scan]:
-        seconds: dict[str, float] = {}
-        with _timed(seconds, "read"):
-            return _read(job.scan, options, load), seconds
-
-    ahead = 1 if options.max_memory is None else 0
-    waiting = iter(jobs)
-    with ThreadPoolExecutor(1) as reader:
-        readings: deque[tuple[Job, Future[_Timed[Scan]]]] = deque()
-        for _ in jobs:
-            readings.extend((job, reader.submit(read, job)) for job in islice(waiting, 1 + ahead - len(readings)))
-            yield readings.popleft()
-
-
-def _segment_one(
-    job: Job, reading: Future[_Timed[Scan]], load: _Loader, options: argparse.Namespace
-) -> _Timed[Segmentation] | None:
-    """The segmentation of one scan; None if it failed, which was told."""
-    _import_pipeline()  # while the scan is being read: torch takes a second
-    try:
-        scan, seconds = reading.result()
-    except (ModelError, DeviceError):
-        raise
-    except Exception as error:
-        _tell_failure(job, error, options)
-        return None
-    segmenter = load()
-    try:
-        with _progress(job.scan.name, options.quiet) as progress:
-            return segmenter.segment(scan, progress=progress), seconds
-    except Exception as error:
-        _tell_failure(job, error, options)
-        return None
-
-
-def _finish_one(job: Job, segmented: _Timed[Segmentation] | None, options: argparse.Namespace) -> bool:
-    """Writes and tells the results of one scan; whether there are any."""
-    if segmented is None:
-        return False
-    result, seconds = segmented
-    try:
-        _write_results(job, result, seconds)
-    except Exception as error:
-        _tell_failure(job, error, options)
-        return False
-    for warning in result.warnings:
-        _complain(f"{job.scan}: warning: {warning}")
-    if not options.quiet:
-        _say(_summary(job, result, seconds))
-    if options.verbose:
-        _say(_details(job, result))
-    return True
-
-
-def _read(path: Path, options: argparse.Namespace, load: _Loader | None = None) -> Scan:
-    """A scan; where memory is limited or its plan is to be told, planned from its header before its voxels are read."""
-    from cascadeseg.formats import read_scan
-
-    def planned(outline: Scan) -> None:
-        if load is not None and (options.verbose or options.max_memory or options.max_vram):
-            plan = load().plan(outline)
-            if options.verbose:
-                _say(f"{path}: {plan}")
-
-    return read_scan(path, series=options.series, volume=options.volume, before=planned)
-
-
-def _write_results(job: Job, result: Segmentation, seconds: dict[str, float]) -> None:
-    """Writes the mask, the picture and the report; adds the segmentation's and its own times to ``seconds``."""
-    from cascadeseg.formats import write_labels
-    from cascadeseg.outputs import write_file
-
-    seconds |= {step: value for step, value in result.seconds.items() if step not in seconds}
-    with _timed(seconds, "write"):
-        write_labels(result.labels, job.labels, result.scan)
-    if job.preview is not None:
-        from cascadeseg.evaluation.preview import preview_png
-
-        with _timed(seconds, "preview"):
-            title = f"{job.scan.name}:  {_volumes(result)}"
-            write_file(job.preview, preview_png(result.scan, result.labels, title))
-    if job.report is not None:
-        from cascadeseg.evaluation.report import report_json
-
-        kinds = {"labels": job.labels, "preview": job.preview, "report": job.report}
-        written = {kind: path for kind, path in kinds.items() if path is not None}
-        write_file(job.report, report_json(result, written, seconds))
-
-
-def _summary(job: Job, result: Segmentation, seconds: dict[str, float]) -> str:
-    split = ", ".join(f"{step} {value:.1f}" for step, value in seconds.items())
-    return (
-        f"{job.scan}: {_volumes(result)}; {_verdict(result)}; {sum(seconds.values()):.1f} s ({split}); "
-        f"peak {result.peak_memory_mb:,.0f} MB; {job.labels}"
-    )
-
-
-def _verdict(result: Segmentation) -> str:
-    """Whether to look at the mask, in two words, and the quality where the model has one."""
-    quality = "" if result.quality is None else f", quality {result.quality:.2f}"
-    return f"verdict {result.verdict}{quality}"
-
-
-def _volumes(result: Segmentation) -> str:
-    return ", ".join(f"{lung.label.title} {lung.volume_ml:,.0f} ml" for lung in result.lungs)
-
-
-def _details(job: Job, result: Segmentation) -> str:
-    """What ``--verbose`` adds: the scan, the model, every lung, every file."""
-    model = " ".join(result.model.get(key, "") for key in ("name", "version")).strip()
-    lines = [f"scan: {_geometry(result.scan)}", f"model: {model}, on {result.device} in {result.precision}"]
-    for lung in result.lungs:
-        whole = f"touches the {' and '.join(lung.touches)} border" if lung.touches else "whole"
-        hu = f"mean {lung.mean_hu:.0f} HU, {whole}" if lung.mean_hu is not None else "not found"
-        quality = "" if lung.quality is None else f", quality {lung.quality:.3f}"
-        lines.append(f"{lung.label.title}: {hu}, crop grown {lung.regrown} times, {lung.verdict}{quality}")
-    lines += [f"wrote {path}" for path in job.outputs]
-    return "\n".join(f"  {line}" for line in lines)
-
-
-def _tell_failure(job: Job, error: Exception, options: argparse.Namespace) -> None:
-    """One line about a scan that failed."""
-    line = _in_one_line(error)
-    if line is None:
-        line = f"{job.scan}: failed with {type(error).__name__}: {' '.join(str(error).split())}"
-        line += "; this is a fault of cascadeseg, please report it with the output of --verbose"
-    if options.verbose:
-        traceback.print_exception(error)
-    _complain(line)
+        self.rows[row["scan"]] = row
+        replace_text(self.path, table_csv(self.rows.values()))
 
 
 def _batch_result(failed: int, total: int, several: bool) -> int:
     """The exit code; for several scans some of which failed, also a closing line."""
     if failed and several:
-        _complain(f"{failed} of {total} scans failed")
+        complain(f"{failed} of {total} scans failed")
     if not failed:
         return DONE
     return SOME_FAILED if failed < total else MISTAKE
@@ -520,14 +348,14 @@ def _run_check(options: argparse.Namespace) -> int:
 
     found, failures = outputs.find(options.scans)
     for failure in failures:
-        _complain(str(failure))
+        complain(str(failure))
     failed = len(failures)
     for scan in found:
         try:
-            _say(_examined(scan.scan, _read(scan.scan, options)))
+            say(_examined(scan.scan, batch.read(scan.scan, options)))
         except CascadesegError as error:
             failed += 1
-            _complain(str(error))
+            complain(str(error))
     total = len(found) + len(failures)
     return _batch_result(failed, total, total > 1)
 
@@ -537,19 +365,11 @@ def _examined(path: Path, scan: Scan) -> str:
     low, high = _hu_range(scan)
     lines = [
         f"{path}: usable{', but odd' if scan.warnings else ''}",
-        f"  {_geometry(scan)}",
+        f"  {batch.geometry(scan)}",
         f"  {scan.voxels.dtype.name} values, {low:,.0f} to {high:,.0f} HU",
         *(f"  odd: {warning}" for warning in scan.warnings),
     ]
     return "\n".join(lines)
-
-
-def _geometry(scan: Scan) -> str:
-    from cascadeseg.evaluation.report import orientation
-
-    shape = " x ".join(map(str, scan.grid.shape))
-    spacing = " x ".join(f"{s:.4g}" for s in scan.grid.spacing_mm)
-    return f"{shape} voxels of {spacing} mm, {orientation(scan.grid)}"
 
 
 def _hu_range(scan: Scan) -> tuple[float, float]:
@@ -581,7 +401,7 @@ def _run_evaluate(options: argparse.Namespace) -> int:
         check_place(file)
     pairs, unpaired = pair(Path(options.prediction), Path(options.reference))
     for path in unpaired:
-        _complain(f"{path}: no prediction of this name in {options.prediction}")
+        complain(f"{path}: no prediction of this name in {options.prediction}")
     cases: list[Case] = []
     failed = len(unpaired)
     for prediction, reference in pairs:
@@ -589,9 +409,9 @@ def _run_evaluate(options: argparse.Namespace) -> int:
             cases.append(score(prediction, reference))
         except ScanError as error:
             failed += 1
-            _complain(str(error))
+            complain(str(error))
     if cases:
-        _say(tables.as_text(cases).rstrip())
+        say(tables.as_text(cases).rstrip())
         for name, text in ((options.json, tables.as_json), (options.csv, tables.as_csv)):
             if name:
                 write_file(Path(name), text(cases))
@@ -607,11 +427,11 @@ def _run_synth(options: argparse.Namespace) -> int:
     patients = _preset(options.preset)
     output = Path(options.output)
     make_folder(output)
-    with _progress(f"{options.count} scans", options.quiet) as progress:
+    with progress_bar(f"{options.count} scans", options.quiet) as progress:
         write_dataset(output, options.count, options.seed, spacing, patients, progress)
     if not options.quiet:
         noun = "scan with its" if options.count == 1 else "scans with their"
-        _say(f"{output}: {options.count} synthetic {noun} labels")
+        say(f"{output}: {options.count} synthetic {noun} labels")
     return DONE
 
 
@@ -655,10 +475,10 @@ def _run_train(options: argparse.Namespace) -> int:
         )
     except ExceptionGroup as several:
         for problem in several.exceptions:
-            _complain(str(problem))
-        _complain(f"{several.message}; nothing was started")
+            complain(str(problem))
+        complain(f"{several.message}; nothing was started")
         return MISTAKE
-    _say(f"{model}: the trained model; use it with cascadeseg infer SCAN --model {model}")
+    say(f"{model}: the trained model; use it with cascadeseg infer SCAN --model {model}")
     return DONE
 
 
@@ -712,127 +532,36 @@ def _run_demo(options: argparse.Namespace) -> int:
     from cascadeseg.outputs import check_place, make_folder, write_file
 
     _check_device(options.device)
-    _set_up_libraries()
+    batch.set_up_libraries()
     files = DemoFiles(Path(options.folder))
     files.refuse_overwriting(options.force)
     make_folder(files.folder)
     check_place(files.table)
-    load = _Loader(options.model, options.device)
+    load = batch.Loader(options.model, options.device)
     segmenter = load()  # a missing model is told before a scan is made
     seconds: dict[str, float] = {}
-    with _progress("making a synthetic chest CT", options.quiet) as progress:
+    with progress_bar("making a synthetic chest CT", options.quiet) as progress:
         make_scan(files, progress)
-    with _timed(seconds, "read"):
+    with batch.timed(seconds, "read"):
         scan = read_scan(files.scan)
-    with _progress("segmenting it", options.quiet) as progress:
+    with progress_bar("segmenting it", options.quiet) as progress:
         result = segmenter.segment(scan, progress=progress)
-    _write_results(files.job, result, seconds)
+    batch.write_results(files.job, result, seconds)
     for warning in result.warnings:
-        _complain(f"{files.scan}: warning: {warning}")
+        complain(f"{files.scan}: warning: {warning}")
     case = score(files.job.labels, files.reference)
     write_file(files.table, tables.as_json([case]))
     if not options.quiet:
-        _say(_summary(files.job, result, seconds))
+        say(batch.summary(files.job, result, seconds))
         if options.verbose:
-            _say(_details(files.job, result))
-        _say("")
-        _say(tables.as_text([case]))
-        _say("\n".join(f"{path}  {what}" for path, what in files.explained()))
+            say(batch.details(files.job, result))
+        say("")
+        say(tables.as_text([case]))
+        say("\n".join(f"{path}  {what}" for path, what in files.explained()))
     return DONE
-
-
-# ---------------------------------------------------------------------------------------------------- terminal
-
-
-def _set_up_libraries() -> None:
-    """What libraries want to know before torch is loaded; no result depends on it, and who set it is obeyed.
-
-    Threads of torch that wait for each other sleep instead of spinning: on a busy machine three times faster. And
-    oneDNN remembers as many convolutions as one pass takes, not 1,024; and all threads share a heap.
-    """
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
-    from cascadeseg.memory import share_one_heap
-
-    share_one_heap()
-
-
-@cache
-def _import_pipeline() -> None:
-    """Imports torch and all that segments.
-
-    A tenth of a second went into looking for garbage among 170,000 new objects, which are there to stay.
-    """
-    gc.disable()
-    try:
-        import cascadeseg.cascade.pipeline  # noqa: F401
-    finally:
-        gc.freeze()
-        gc.enable()
 
 
 def _check_device(name: str) -> None:
     """Refuses what cannot be a device's name; whether it is there is found out when torch is loaded."""
     if not DEVICES.fullmatch(name):
         raise DeviceError("--device", name, "auto, cpu, cuda, cuda:N or mps")
-
-
-@contextmanager
-def _timed(seconds: dict[str, float], step: str) -> Iterator[None]:
-    start = time.perf_counter()
-    yield
-    seconds[step] = time.perf_counter() - start
-
-
-@contextmanager
-def _progress(name: str, quiet: bool) -> Iterator[Progress]:
-    """A callback that draws a bar on stderr, where that is a terminal; elsewhere it does nothing."""
-    if quiet or not sys.stderr.isatty():
-        yield lambda step, done: None
-        return
-    from tqdm import tqdm
-
-    form = "{desc} |{bar:30}| {percentage:3.0f}% {elapsed}"
-    with tqdm(total=1.0, desc=name, bar_format=form, leave=False) as bar:
-
-        def show(step: str, done: float) -> None:
-            bar.set_description_str(f"{name}: {step}", refresh=False)
-            bar.n = min(done, 1.0)
-            bar.refresh()
-
-        yield show
-
-
-def _say(text: str) -> None:
-    """A result, on stdout. A reader that went away (``| head``) is no reason to stop segmenting."""
-    try:
-        sys.stdout.write(f"{text}\n")
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _complain(text: str) -> None:
-    """A line on stderr."""
-    sys.stderr.write(f"cascadeseg: {' '.join(text.split())}\n")
-    sys.stderr.flush()
-
-
-def _in_one_line(error: Exception) -> str | None:
-    """What the user can mend, in one line; None for a fault of our own."""
-    if isinstance(error, CascadesegError):
-        return str(error)
-    if isinstance(error, MemoryError):
-        return "out of memory; crop the scan, or use a larger machine"
-    if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not worth importing torch for
-        return "out of the device's memory; use --device cpu"
-    if isinstance(error, OSError):
-        return f"{error.filename or 'system'}: {error.strerror or error}"
-    return None
-
-
-def _survive_odd_terminals() -> None:
-    """File names that the terminal's encoding cannot say are shown escaped instead of ending the program."""
-    reconfigure = getattr(sys.stdout, "reconfigure", None)
-    if reconfigure is not None:
-        reconfigure(errors="backslashreplace")

@@ -6,6 +6,8 @@ line: *where: what was found; what was expected; what to do*. The command line p
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class CascadesegError(Exception):
     """A problem that the user can mend.
@@ -24,6 +26,9 @@ class CascadesegError(Exception):
         self.remedy = remedy
         parts = [found, f"expected {expected}" if expected else "", remedy]
         super().__init__(f"{where}: " + "; ".join(part for part in parts if part))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.where, self.found, self.expected, self.remedy)  # how it goes to another process
 
 
 class ScanError(CascadesegError):

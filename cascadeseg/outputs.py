@@ -28,6 +28,7 @@ class Wishes:
         report: a file, `BESIDE`, or None for no report.
         preview: a file, `BESIDE`, or None for no picture.
         force: overwrite what is there.
+        resume: leave out scans whose results are all there, and do those anew that lack some.
     """
 
     output: str | None = None
@@ -35,6 +36,7 @@ class Wishes:
     report: str | None = None
     preview: str | None = None
     force: bool = False
+    resume: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ def find(arguments: Sequence[str]) -> tuple[list[Found], list[CascadesegError]]:
 
 
 def plan(scans: Sequence[Found], wishes: Wishes, *, several: bool) -> list[Job]:
-    """Where every scan's results go. Makes the output folder; writes nothing else.
+    """Where the results of every scan go that is to be segmented. Makes the output folder; writes nothing else.
 
     Args:
         scans: as `find` gives them.
@@ -99,8 +101,10 @@ def plan(scans: Sequence[Found], wishes: Wishes, *, several: bool) -> list[Job]:
         _refuse_single_files(wishes)
     jobs = [_job(found, wishes, several) for found in scans]
     _refuse_clashes(jobs)
+    if wishes.resume:
+        jobs = [job for job in jobs if not all(path.exists() for path in job.outputs)]
     for job in jobs:
-        _refuse_overwriting(job, wishes.force)
+        _refuse_overwriting(job, wishes.force or wishes.resume)
     for job in jobs:
         if wishes.output is not None and (several or _is_folder(wishes.output)):
             make_folder(job.labels.parent)
@@ -189,7 +193,9 @@ def _refuse_clashes(jobs: Sequence[Job]) -> None:
 def _refuse_overwriting(job: Job, force: bool) -> None:
     there = [path for path in job.outputs if path.exists()]
     if there and not force:
-        raise OutputError(there[0], "exists", remedy="overwrite with --force, or choose another place with -o")
+        raise OutputError(
+            there[0], "exists", remedy="overwrite with --force, go on with --resume, or choose another place with -o"
+        )
 
 
 def write_file(path: Path, content: bytes | str) -> None:

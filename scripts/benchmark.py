@@ -27,7 +27,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -145,26 +144,17 @@ def _agreement(scans: Sequence[Path], folder: Path, options: argparse.Namespace)
 
 
 def _batch(scans: Sequence[Path], folder: Path, options: argparse.Namespace) -> tuple[Result, list[str]]:
-    """A folder by one command; by one warm call after another; and by two processes of one thread each."""
-    copies = [_copies(scans[0], folder / f"batch{half}", options.batch // 2) for half in (0, 1)]
-    files = [file for half in copies for file in sorted(half.iterdir())]
-    calls = _part("one-by-one", files, options)
+    """A folder by one command, one scan and two at once, and by one warm call after another."""
+    copies = _copies(scans[0], folder / "batch", options.batch)
+    calls = _part("one-by-one", sorted(copies.iterdir()), options)
     masks = ["-o", str(folder / "masks"), "--force", "--quiet", *_infer_options(options.engine[0], options)]
-    command = [*COMMAND, "infer", *map(str, copies), *masks]
-    whole = measured(command)
-    start = time.perf_counter()
-    alone = {**environment(), "OMP_NUM_THREADS": "1"}
-    halves = [subprocess.Popen([*COMMAND, "infer", str(half), *masks], env=alone) for half in copies]
-    codes = [process.wait() for process in halves]
-    two_s = time.perf_counter() - start
-    if any(codes):
-        raise SystemExit(f"a half of the batch ended with exit codes {codes}")
-    ways = {"one warm call after another": (calls["wall_s"], calls["cpu_s"])}
-    ways["`cascadeseg infer DIR`, its start included"] = (whole.wall_s, whole.cpu_s)
-    result = {"calls": calls, "command": asdict(whole), "two_processes_s": two_s, "scans": len(files)}
-    return result, [f"## Batch of {len(files)} scans\n", *_table(("", "wall s", "CPU s", "times as fast"), [
-        *((way, f"{wall:.1f}", f"{cpu:.1f}", f"{calls['wall_s'] / wall:.2f}") for way, (wall, cpu) in ways.items()),
-        ("two processes of one thread, their start included", f"{two_s:.1f}", "", f"{calls['wall_s'] / two_s:.2f}"),
+    ways = {"one warm call after another": calls}
+    for jobs in ("1", "2"):
+        whole = measured([*COMMAND, "infer", str(copies), *masks, "--jobs", jobs])
+        ways[f"`cascadeseg infer DIR --jobs {jobs}`, its start included"] = asdict(whole)
+    return ways, [f"## Batch of {options.batch} scans\n", *_table(("", "wall s", "CPU s", "times as fast"), [
+        (way, f"{row['wall_s']:.1f}", f"{row['cpu_s']:.1f}", f"{calls['wall_s'] / row['wall_s']:.2f}")
+        for way, row in ways.items()
     ])]  # fmt: skip
 
 

@@ -47,8 +47,9 @@ def median(row: dict[str, Any], field: str) -> float:
 
 
 def environment() -> dict[str, str]:
-    """As `cascadeseg infer` sets it for itself."""
-    return {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
+    """As `cascadeseg infer` sets it for itself (`batch.set_up_libraries`)."""
+    own = {"OMP_WAIT_POLICY": "PASSIVE", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32", "MALLOC_ARENA_MAX": "1"}
+    return own | os.environ
 
 
 def measured(command: list[str], stdout: int = subprocess.DEVNULL) -> Run:

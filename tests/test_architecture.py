@@ -17,7 +17,7 @@ LAYERS = [
     {"config", "formats", "network", "synthesis", "weights"},
     {"cascade"},
     {"training", "evaluation"},
-    {"outputs", "demo", "cli", "__init__", "__main__"},
+    {"outputs", "demo", "terminal", "batch", "cli", "__init__", "__main__"},
 ]
 HEIGHT = {name: height for height, layer in enumerate(LAYERS) for name in layer}
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -6,8 +6,10 @@ The networks are replaced by a threshold, so that nothing here needs weights or 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -32,8 +34,8 @@ from cascadeseg.labels import LUNGS
 SHAPE = (24, 20, 16)
 
 OPTIONS = {
-    "infer": "SCAN -o/--output --model --device --series --volume --format --report --preview --force"
-    " --engine --max-memory --max-vram --quiet --verbose",
+    "infer": "SCAN -o/--output --model --device --series --volume --format --report --preview --csv --force --resume"
+    " --engine --max-memory --max-vram --jobs --quiet --verbose",
     "demo": "DIR --model --device --force --quiet --verbose",
     "check": "SCAN --series --volume",
     "evaluate": "PRED REF --json --csv",
@@ -208,8 +210,8 @@ cli.program()"""
 
 def test_a_stand_in_gives_way_to_its_module_when_something_is_looked_up() -> None:
     code = """import sys
-from cascadeseg.cli import _import_when_used
-_import_when_used("colorsys")
+from cascadeseg.batch import import_when_used
+import_when_used("colorsys")
 import colorsys
 before = "__file__" in vars(sys.modules["colorsys"])
 from colorsys import rgb_to_hsv
@@ -411,6 +413,128 @@ def test_the_model_is_loaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     scans = [make_scan(tmp_path / f"{name}.nii.gz") for name in "abc"]
     assert run("infer", *scans, "--model", "some/model") == 0
     assert loaded == ["some/model"]
+
+
+def test_a_batch_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scans = [make_scan(tmp_path / "in" / f"{name}.nii.gz") for name in "abc"]
+    folder = tmp_path / "out"
+    assert run("infer", *scans[:2], "-o", folder, "--report") == 0
+    (folder / "b_lungs.json").unlink()  # as if it had been interrupted before its report
+    before = (folder / "a_lungs.nii.gz").stat().st_mtime_ns
+    capsys.readouterr()
+    assert run("infer", tmp_path / "in", "-o", folder, "--report", "--resume") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "1 of 3 scans are done already"
+    assert [Path(line.split(":")[0]).name for line in lines[1:]] == ["b.nii.gz", "c.nii.gz"]
+    assert (folder / "a_lungs.nii.gz").stat().st_mtime_ns == before
+    assert names(folder) == [f"{name}_lungs.{kind}" for name in "abc" for kind in ("json", "nii.gz")]
+    assert run("infer", tmp_path / "in", "-o", folder, "--report", "--resume") == 0
+    assert capsys.readouterr().out == "3 of 3 scans are done already\n"
+
+
+def table(path: Path) -> list[dict[str, str]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_table_of_a_batch(tmp_path: Path) -> None:
+    scans = [make_scan(tmp_path / f"{name}.nii.gz") for name in ("a", "fault", "z")]
+    arguments = ["infer", *scans, tmp_path / "none.nii.gz", "--csv", "all.csv"]
+    assert run(*arguments) == 3
+    rows = {Path(row["scan"]).name: row for row in table(tmp_path / "all.csv")}
+    assert rows.keys() == {"a.nii.gz", "fault.nii.gz", "z.nii.gz", "none.nii.gz"}
+    good = rows["a.nii.gz"]
+    assert good["mask"] == str(tmp_path / "a_lungs.nii.gz")
+    assert float(good["right_volume_ml"]) == pytest.approx(8 * 10 * 8 * 0.02)
+    assert float(good["left_volume_ml"]) == pytest.approx(6 * 10 * 8 * 0.02)
+    assert (good["verdict"], good["left_touches"], good["error"]) == ("ok", "superior", "")
+    assert "failed with RuntimeError" in rows["fault.nii.gz"]["error"]
+    assert "no such file" in rows["none.nii.gz"]["error"]
+    assert rows["none.nii.gz"]["verdict"] == ""
+
+
+def test_the_table_goes_on_with_its_batch(tmp_path: Path, refused: Refused, capsys: pytest.CaptureFixture[str]) -> None:
+    scans = [make_scan(tmp_path / f"{name}.nii.gz") for name in ("a", "z")]
+    assert run("infer", scans[0], tmp_path / "later.nii.gz", "--csv", "all.csv") == 3
+    capsys.readouterr()
+    refused(["infer", scans[1], "--csv", "all.csv"], "all.csv: exists; overwrite with --force, go on with --resume")
+    make_scan(tmp_path / "later.nii.gz")
+    assert run("infer", *scans, tmp_path / "later.nii.gz", "--csv", "all.csv", "--resume") == 0
+    rows = {Path(row["scan"]).name: row for row in table(tmp_path / "all.csv")}
+    assert [row["verdict"] for row in rows.values()] == ["ok"] * 3
+    capsys.readouterr()
+    (tmp_path / "other.csv").write_text("name,age\nx,3\n")
+    make_scan(tmp_path / "new.nii.gz")
+    refused(["infer", "new.nii.gz", "--csv", "other.csv", "--resume"], "other.csv: not a table that infer wrote")
+    refused(["infer", "new.nii.gz", "--csv", "no/t.csv"], "t.csv: the folder no does not exist")
+
+
+def test_several_scans_at_once(tmp_path: Path) -> None:
+    """In processes, so with the networks themselves, which find no lung in boxes of air."""
+    for name in "abc":
+        make_scan(tmp_path / "in" / f"{name}.nii.gz")
+    (tmp_path / "in" / "bad.nii.gz").write_text("no scan")
+    done = python(
+        "-m", "cascadeseg", "infer", "in", "-o", "out", "--jobs", "2", "--max-memory", "4", "--csv", "all.csv"
+    )
+    assert done.returncode == 3, done.stderr
+    assert sorted(Path(line.split(":")[0]).name for line in done.stdout.splitlines()) == [f"{n}.nii.gz" for n in "abc"]
+    errors = [line for line in done.stderr.splitlines() if "warning" not in line]
+    assert "bad.nii.gz: " in errors[0]
+    assert errors[1:] == ["cascadeseg: 1 of 4 scans failed"]
+    assert names(tmp_path / "out") == [f"{name}_lungs.nii.gz" for name in "abc"]
+    assert sorted(bool(row["error"]) for row in table(tmp_path / "all.csv")) == [False] * 3 + [True]
+
+
+def test_what_no_scan_would_survive_ends_all_processes(tmp_path: Path) -> None:
+    scans = [str(make_scan(tmp_path / f"{name}.nii.gz")) for name in "abc"]
+    done = python("-m", "cascadeseg", "infer", *scans, "--jobs", "2", "--model", "no/such")
+    assert done.returncode == 2
+    assert done.stderr.startswith("cascadeseg: no/such")
+    assert len(done.stderr.splitlines()) == 1
+    assert names(tmp_path) == ["a.nii.gz", "b.nii.gz", "c.nii.gz"]
+
+
+def children(process: subprocess.Popen[str]) -> list[int]:
+    """The processes that work for one."""
+    path = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    found = [int(pid) for pid in path.read_text().split()]
+    return [pid for pid in found if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
+
+
+def started(*arguments: str) -> tuple[subprocess.Popen[str], list[int]]:
+    """A batch of two scans at once, and its two processes."""
+    command = [sys.executable, "-m", "cascadeseg", "infer", *arguments, "--jobs", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(cascadeseg.__file__).parent.parent)}
+    process = subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    while len(workers := children(process)) < 2 and process.poll() is None:
+        time.sleep(0.01)
+    return process, workers
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for processes in /proc")
+def test_a_process_that_is_killed_costs_one_scan(tmp_path: Path) -> None:
+    scans = [str(make_scan(tmp_path / f"{name}.nii.gz")) for name in "abc"]
+    process, workers = started(*scans)
+    os.kill(workers[0], signal.SIGKILL)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 3
+    assert sum("its process was ended, maybe for its memory; use fewer --jobs" in e for e in errors.splitlines()) == 1
+    assert "cascadeseg: 1 of 3 scans failed" in errors
+    assert len(list(tmp_path.glob("*_lungs.nii.gz"))) == 2
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for processes in /proc")
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_no_process_outlives_an_interrupted_batch(tmp_path: Path, how: signal.Signals) -> None:
+    scans = [str(make_scan(tmp_path / f"{number}.nii.gz")) for number in range(40)]
+    process, _ = started(*scans)
+    time.sleep(0.3)
+    process.send_signal(how)
+    process.communicate(timeout=60)  # which would go on as long as a child held its streams
+    assert process.returncode == (130 if how == signal.SIGINT else -how)
+    assert len(list(tmp_path.glob("*_lungs.nii.gz"))) < 40
+    assert not list(tmp_path.glob(".cascadeseg-*"))
 
 
 # ------------------------------------------------------------------------------------------------- infer, refused

@@ -1,24 +1,36 @@
-"""The report of a segmentation: everything a program or a later reader needs to know, as JSON."""
+"""The report of a segmentation as JSON, everything a program or a later reader needs to know, and a table of many."""
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cascadeseg._version import __version__
+from cascadeseg.errors import OutputError
 from cascadeseg.formats.scan import Scan
 from cascadeseg.geometry import Grid
+from cascadeseg.labels import LUNGS
 
 if TYPE_CHECKING:
     from cascadeseg.cascade.pipeline import LungResult, Segmentation
 
 SCHEMA = 1
 """Raised when a key changes its meaning or goes away; new keys may come at any time."""
+Row = dict[str, str | float | None]
+"""A scan's values by column; what is unknown is missing or None."""
+COLUMNS = (
+    "scan", "mask", "verdict", "quality",
+    *(f"{lung.side}_{value}" for lung in LUNGS for value in ("volume_ml", "mean_hu", "quality", "touches")),
+    "reasons", "warnings", "seconds", "peak_memory_mb", "error",
+)  # fmt: skip
+"""Of the table of several scans."""
 LIBRARIES = ("torch", "numpy", "nibabel", "SimpleITK", "pydicom")
 
 
@@ -47,6 +59,57 @@ def report_json(result: Segmentation, outputs: Mapping[str, Path], seconds: Mapp
         "outputs": {kind: str(path) for kind, path in outputs.items()},
     }
     return json.dumps(content, indent=2) + "\n"
+
+
+def result_row(scan: Path, mask: Path, result: Segmentation, seconds: Mapping[str, float]) -> Row:
+    """A segmented scan in the table: the report in short, several reasons or warnings in one cell."""
+    row: Row = {
+        "scan": str(scan),
+        "mask": str(mask),
+        "verdict": result.verdict,
+        "quality": _rounded(result.quality),
+        "reasons": "; ".join(f"{lung.label.title}: {reason}" for lung in result.lungs for reason in lung.reasons),
+        "warnings": "; ".join(result.warnings),
+        "seconds": round(sum(seconds.values()), 3),
+        "peak_memory_mb": round(result.peak_memory_mb, 1),
+    }
+    for lung in result.lungs:
+        values = _lung(lung)
+        row |= {f"{lung.label.side}_{name}": values[name] for name in ("volume_ml", "mean_hu", "quality")}
+        row[f"{lung.label.side}_touches"] = " ".join(lung.touches)
+    return row
+
+
+def failed_row(scan: Path, error: str) -> Row:
+    """A scan in the table that could not be segmented."""
+    return {"scan": str(scan), "error": error}
+
+
+def table_csv(rows: Iterable[Row]) -> str:
+    """A row a scan."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def read_table(path: Path) -> list[Row]:
+    """The rows of a table that `table_csv` made.
+
+    Raises:
+        OutputError: the file is something else.
+    """
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            table = csv.DictReader(file)
+            rows: list[Row] = [dict(row) for row in table]
+            ours = tuple(table.fieldnames or ()) == COLUMNS
+    except (OSError, ValueError, csv.Error):
+        ours = False
+    if not ours:
+        raise OutputError(path, "not a table that infer wrote", remedy="choose another name")
+    return rows
 
 
 def orientation(grid: Grid) -> str:

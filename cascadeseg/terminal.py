@@ -1,0 +1,66 @@
+"""What the command line says: results on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from cascadeseg.errors import CascadesegError
+
+Progress = Callable[[str, float], None]
+
+
+@contextmanager
+def progress_bar(name: str, quiet: bool) -> Iterator[Progress]:
+    """A callback that draws a bar on stderr, where that is a terminal; elsewhere it does nothing."""
+    if quiet or not sys.stderr.isatty():
+        yield lambda step, done: None
+        return
+    from tqdm import tqdm
+
+    form = "{desc} |{bar:30}| {percentage:3.0f}% {elapsed}"
+    with tqdm(total=1.0, desc=name, bar_format=form, leave=False) as bar:
+
+        def show(step: str, done: float) -> None:
+            bar.set_description_str(f"{name}: {step}", refresh=False)
+            bar.n = min(done, 1.0)
+            bar.refresh()
+
+        yield show
+
+
+def say(text: str) -> None:
+    """A result, on stdout. A reader that went away (``| head``) is no reason to stop segmenting."""
+    try:
+        sys.stdout.write(f"{text}\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def complain(text: str) -> None:
+    """A line on stderr."""
+    sys.stderr.write(f"cascadeseg: {' '.join(text.split())}\n")
+    sys.stderr.flush()
+
+
+def in_one_line(error: Exception) -> str | None:
+    """What the user can mend, in one line; None for a fault of our own."""
+    if isinstance(error, CascadesegError):
+        return str(error)
+    if isinstance(error, MemoryError):
+        return "out of memory; crop the scan, or use a larger machine"
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not worth importing torch for
+        return "out of the device's memory; use --device cpu"
+    if isinstance(error, OSError):
+        return f"{error.filename or 'system'}: {error.strerror or error}"
+    return None
+
+
+def survive_odd_terminals() -> None:
+    """File names that the terminal's encoding cannot say are shown escaped instead of ending the program."""
+    reconfigure = getattr(sys.stdout, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="backslashreplace")
