@@ -506,7 +506,14 @@ def started(*arguments: str) -> tuple[subprocess.Popen[str], list[int]]:
     """A batch of two scans at once, and its two processes."""
     command = [sys.executable, "-m", "cascadeseg", "infer", *arguments, "--jobs", "2"]
     environment = {**os.environ, "PYTHONPATH": str(Path(cascadeseg.__file__).parent.parent)}
-    process = subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # which a shell's background jobs ignore
+    )
     while len(workers := children(process)) < 2 and process.poll() is None:
         time.sleep(0.01)
     return process, workers
