@@ -195,14 +195,22 @@ def _in_processes(jobs: Sequence[Job], options: argparse.Namespace) -> Iterator[
                 if following is None:
                     connection.close()
                     process.join()
-                elif row is not None:
-                    connection.send(following)
+                elif row is not None and _taken(connection, following):
                     at_work[connection] = (process, following)
                 else:
                     at_work |= [_started(following, count, options)]
                 yield row or _lost(job)
     finally:
         _end(at_work)
+
+
+def _taken(connection: Connection, job: Job) -> bool:
+    """Whether a process is still there to take a scan."""
+    try:
+        connection.send(job)
+    except OSError:
+        return False
+    return True
 
 
 def _answer(connection: Connection) -> Row | None:
