@@ -281,6 +281,7 @@ def _run_infer(options: argparse.Namespace) -> int:
     for failure in failures:
         complain(str(failure))
     several = len(options.scans) > 1 or len(found) + len(failures) > 1
+    table = _Table(Path(options.csv), options) if options.csv else None
     wishes = outputs.Wishes(
         output=options.output,
         suffix=f".{options.format}" if options.format else None,
@@ -288,11 +289,11 @@ def _run_infer(options: argparse.Namespace) -> int:
         preview=options.preview,
         force=options.force,
         resume=options.resume,
+        in_table=None if table is None else table.scans_done(),
     )
     jobs = outputs.plan(found, wishes, several=several)
     if len(jobs) < len(found) and not options.quiet:
         say(f"{len(found) - len(jobs)} of {len(found)} scans are done already")
-    table = _Table(Path(options.csv), options) if options.csv else None
     failed = 0
     for row in _rows(failures, jobs, options):
         failed += bool(row.get("error"))
@@ -315,6 +316,8 @@ class _Table:
         from cascadeseg.evaluation.report import read_table
         from cascadeseg.outputs import check_place
 
+        if path.suffix.lower() != ".csv":  # a scan taken for the option's value is not overwritten
+            raise ConfigError(f"--csv {path}", "the table's name", "a name that ends in .csv")
         check_place(path)
         if path.exists() and not (options.force or options.resume):
             raise OutputError(
@@ -322,6 +325,9 @@ class _Table:
             )
         self.path = path
         self.rows = {row["scan"]: row for row in read_table(path)} if options.resume and path.exists() else {}
+
+    def scans_done(self) -> frozenset[str]:
+        return frozenset(str(scan) for scan, row in self.rows.items() if not row["error"])
 
     def add(self, row: Row) -> None:
         from cascadeseg.atomic import replace_text

@@ -29,6 +29,7 @@ class Wishes:
         preview: a file, `BESIDE`, or None for no picture.
         force: overwrite what is there.
         resume: leave out scans whose results are all there, and do those anew that lack some.
+        in_table: scans that have a row in the table of them all, which is a result as well; None without a table.
     """
 
     output: str | None = None
@@ -37,6 +38,7 @@ class Wishes:
     preview: str | None = None
     force: bool = False
     resume: bool = False
+    in_table: frozenset[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ def plan(scans: Sequence[Found], wishes: Wishes, *, several: bool) -> list[Job]:
     jobs = [_job(found, wishes, several) for found in scans]
     _refuse_clashes(jobs)
     if wishes.resume:
-        jobs = [job for job in jobs if not all(path.exists() for path in job.outputs)]
+        jobs = [job for job in jobs if not _is_done(job, wishes)]
     for job in jobs:
         _refuse_overwriting(job, wishes.force or wishes.resume)
     for job in jobs:
@@ -188,6 +190,11 @@ def _refuse_clashes(jobs: Sequence[Job]) -> None:
                 sharers = [str(other.scan) for other in jobs if path in other.outputs]
                 found = f"the result of {' and of '.join(sharers[:2])}"
                 raise OutputError(path, found, "one scan for each result", "segment them one by one, each with -o")
+
+
+def _is_done(job: Job, wishes: Wishes) -> bool:
+    in_table = wishes.in_table is None or str(job.scan) in wishes.in_table
+    return in_table and all(path.exists() for path in job.outputs)
 
 
 def _refuse_overwriting(job: Job, force: bool) -> None:

@@ -467,6 +467,23 @@ def test_the_table_goes_on_with_its_batch(tmp_path: Path, refused: Refused, caps
     make_scan(tmp_path / "new.nii.gz")
     refused(["infer", "new.nii.gz", "--csv", "other.csv", "--resume"], "other.csv: not a table that infer wrote")
     refused(["infer", "new.nii.gz", "--csv", "no/t.csv"], "t.csv: the folder no does not exist")
+    refused(
+        ["infer", "z.nii.gz", "--force", "--csv", "new.nii.gz"], "--csv new.nii.gz: the table's name; expected a name"
+    )
+
+
+def test_a_scan_without_its_row_is_not_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its mask may have been written just before the batch was interrupted."""
+    arguments = ["infer", *(make_scan(tmp_path / f"{name}.nii.gz") for name in ("a", "interrupt")), "--csv", "all.csv"]
+    assert run(*arguments) == 130
+    assert (tmp_path / "a_lungs.nii.gz").exists()
+    make_scan(tmp_path / "b.nii.gz")
+    arguments[2] = tmp_path / "b.nii.gz"
+    assert run(*arguments, "--resume") == 0
+    assert [Path(row["scan"]).name for row in table(tmp_path / "all.csv")] == ["a.nii.gz", "b.nii.gz"]
+    capsys.readouterr()
+    assert run(*arguments, "--resume") == 0
+    assert capsys.readouterr().out == "2 of 2 scans are done already\n"
 
 
 def test_several_scans_at_once(tmp_path: Path) -> None:
