@@ -230,10 +230,19 @@ def _recoloured(x: Tensor, config: TrainingConfig, random: Generator) -> Tensor:
     if _chance(0.5, random):
         sd = amounts.noise_hu * float(torch.rand((), generator=random)) / view.scale_hu
         image = image + sd * _noise(image, random)
-    image = windows_of(image.clamp(0, highest), view)
+    lowest = 0.0
+    if _chance(amounts.window, random):
+        lowest, highest = ((hu - view.low_hu) / view.scale_hu for hu in _display_window(random))
+    image = windows_of(image.clamp(lowest, highest), view)
     if not view.prior:
         return image
     return torch.cat([image, _damaged(x[1:], amounts.prior, random)])
+
+
+def _display_window(random: Generator) -> tuple[float, float]:
+    """HU between which a scan may have been clipped with its lungs still to be seen."""
+    low, high = torch.rand(2, generator=random).tolist()
+    return -1000 + 500 * low, 100 + 500 * high
 
 
 def _noise(image: Tensor, random: Generator) -> Tensor:

@@ -88,6 +88,8 @@ class AugmentationConfig:
         blur: probability of a light blur along one random axis, as soft kernels give.
         low_resolution: probability that an axis is averaged into thick slices and interpolated back.
         thickest_mm: of those slices; the thinnest has the image's own spacing.
+        window: probability that a patch is clipped to the window of a display, as some data sets were when they were
+            saved: from -1000 to -500 HU, where air looks like lung, up to 100 to 600 HU.
         prior: stage 2: probability that stage 1's opinion is damaged (bites taken out, then blurred).
     """
 
@@ -103,6 +105,7 @@ class AugmentationConfig:
     blur: float = 0.15
     low_resolution: float = 0.15
     thickest_mm: float = 5.0
+    window: float = 0.08
     prior: float = 0.6
 
 

@@ -108,6 +108,19 @@ def test_thick_slices_average_along_one_axis_only(whole):
     assert float(patch.mean()) == pytest.approx(float(image.astype(np.float32).mean()), abs=0.02)
 
 
+def test_some_patches_are_clipped_as_to_the_window_of_a_display(whole):
+    config = replace(whole, augmentation=replace(NOTHING_RANDOM, window=1.0))
+    image = np.linspace(0, 1.6, 24 * 16 * 32, dtype=np.float16).reshape(1, 24, 16, 32)
+    for seed in range(20):
+        patch, target = patch_of(image, np.ones((24, 16, 32), np.uint8), config, seed)
+        low, high = 1000 * float(patch.min()) - 1024, 1000 * float(patch.max()) - 1024
+        assert -1000 <= low <= -500
+        assert 100 <= high <= 576
+        inside = (image > patch.numpy().min()) & (image < patch.numpy().max())
+        np.testing.assert_array_equal(patch.numpy()[inside], image[inside].astype(np.float32))
+        assert target.all()
+
+
 @pytest.mark.parametrize("fixed", [True, False])
 def test_with_a_fixed_size_every_patch_has_one_shape(fixed):
     config = stage1("none", patch=(48, 32, 32), fixed_size=fixed)
