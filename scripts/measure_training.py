@@ -62,7 +62,7 @@ ROWS = {
     "sgd": ("SGD", Tricks(optimiser="sgd")),
     "adafactor": ("Adafactor", Tricks(optimiser="adafactor")),
     "shipped": ("in-place, channels-last, AMP (the shipped recipe)", SHIPPED),
-    "all": ("the same with checkpointing (the `gpu` recipe)", ALL),
+    "all": ("the same with checkpointing", ALL),
     "all_adafactor": ("the same with checkpointing and Adafactor", replace(ALL, optimiser="adafactor")),
     "two_at_once": ("two crops at once, plain", replace(PLAIN, batch=2, micro_batch=2)),
     "two_accumulated": ("two crops accumulated, plain", replace(PLAIN, batch=2)),

@@ -1,13 +1,15 @@
 """Trains the shipped model from nothing: both stages on synthetic patients alone, in pieces of a few minutes.
 
     python scripts/train_shipped.py OUT [--preset cpu|gpu|smoke] [--seed S] [--steps-scale F]
-                                    [--device auto] [--chunk-minutes 9] [--scans DIR] [--install]
+                                    [--device auto] [--chunk-minutes 9] [--stage 1|2] [--scans DIR] [--install]
 
 Run the same command until it says that it is finished: after each piece it ends with exit code 4, all saved. In a shell
 
     while python scripts/train_shipped.py OUT --chunk-minutes 9; [ $? -eq 4 ]; do :; done
 
-Without ``--chunk-minutes`` it goes to the end at once. The recipes are those of configs/ (``--preset gpu``: their -gpu
+Without ``--chunk-minutes`` it goes to the end at once. Stage 2 learns from references damaged to look like a locator's
+mistakes and needs no stage 1, so ``--stage 1`` and ``--stage 2`` may run beside each other on one large GPU, each in its
+own shell; the command without ``--stage`` then puts them together. The recipes are those of configs/ (``--preset gpu``: their -gpu
 variants; ``smoke``: toys, to see the script work). ``--seed`` changes both the networks' chance and the patients;
 ``--steps-scale 0.5`` takes half the steps, on the schedule that goes with them, to compare seeds; below 1,000 steps
 stage 1 is no locator (docs/model-development.md, entry 12).
@@ -47,7 +49,7 @@ BEGIN, END = "<!-- written by scripts/train_shipped.py -->", "<!-- end -->"
 def main() -> int:
     options = _options()
     began = time.monotonic()
-    for stage in (1, 2):
+    for stage in options.stage or (1, 2):
         config = recipe(stage, options)
         run = options.output / f"stage{stage}"
         left_s = 60 * options.chunk_minutes - (time.monotonic() - began) if options.chunk_minutes else None
@@ -57,6 +59,8 @@ def main() -> int:
             trained(config, run, options.device, left_s)
         if steps_done(run, stage) < config.optimisation.steps:
             return unfinished(stage, run, config)
+    if options.stage:
+        return 0
     folder = combined(options)
     scores = scored(folder, options) if options.scans else ""
     card = as_card(folder, options, scores)
@@ -77,6 +81,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--chunk-minutes", type=float, default=0.0, metavar="M", help="stop after so long; default never"
     )
+    parser.add_argument("--stage", type=int, choices=(1, 2), nargs=1, help="train this one only; default both, in turn")
     parser.add_argument("--scans", type=Path, help="scans with references, to score the finished model on")
     parser.add_argument(
         "--model-version", default=__version__, metavar="V", help=f"default the package's, {__version__}"
@@ -91,15 +96,14 @@ def _options() -> argparse.Namespace:
 
 
 def recipe(stage: int, options: argparse.Namespace) -> TrainingConfig:
-    """A stage's recipe with the seed, the steps and the locator of this run."""
+    """A stage's recipe with the seed and the steps of this run; stage 2 validates behind the shipped locator."""
     path = RECIPES / f"stage{stage}{SUFFIX[options.preset]}.toml"
     overrides: Sequence[str] = options.set1 if stage == 1 else options.set2
     config = configs.load(path, TrainingConfig, overrides)
     steps = max(1, round(config.optimisation.steps * options.steps_scale))
     optimisation = replace(config.optimisation, steps=steps, seed=config.optimisation.seed + options.seed)
     data = replace(config.data, seed=config.data.seed + SEED_STEP * options.seed)
-    locator = str(options.output / "stage1" / "model") if stage == 2 else ""
-    return replace(config, data=data, optimisation=optimisation, locator=locator)
+    return replace(config, data=data, optimisation=optimisation, locator="")
 
 
 def trained(config: TrainingConfig, run: Path, device: str, limit_s: float | None) -> None:

@@ -66,7 +66,8 @@ def validate(config: TrainingConfig, state: State, data: Data, device: torch.dev
     for patient in data.validation:
         scan, reference = data.store.whole(patient)
         try:
-            labels = segment(scan)
+            with torch.backends.cudnn.flags(benchmark=False):  # every patient has another shape
+                labels = segment(scan)
         except ScanError as error:
             refused.append(str(error))
             labels = np.zeros(scan.grid.shape, np.uint8)
