@@ -586,7 +586,12 @@ def colon(patient: Patient) -> Beads:
          (-80, 10, h - 480), (-20, 20, h - 500), (10, -30, h - 530), (0, -50, h - 600)]
     )  # fmt: skip
     nodes += rng.normal(0, 8, nodes.shape)
+    # Under the left dome it lies anywhere from the side to the front, where its gas gathers in people on their backs.
+    forward = rng.uniform(0, 60)
+    nodes[7, :2] += 0.35 * forward, forward
+    nodes[6, 2] += rng.uniform(0, 1) * max(0.0, left_top - 10 - nodes[6, 2])
     calibre = abdomen.colon * np.interp(np.arange(14), [0, 3, 8, 13], [1.25, 1.1, 0.85, 0.8])
+    calibre[5:8] *= rng.uniform(1, 1.4)
     beads = strand(nodes.tolist(), calibre.tolist(), 0.18)
     along = torch.arange(len(beads))
     haustra = 1 + 0.14 * torch.sin(along * 1.25) + 0.1 * torch.sin(along * 0.31 + 1)
