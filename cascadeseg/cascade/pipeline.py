@@ -185,6 +185,7 @@ class Segmenter:
             scan = _as_scan(scan, affine, before=self.plan)
         planned = self.plan(scan)
         self.refiner.largest_tile = planned.largest_tile
+        self.locator.streamed = self.refiner.streamed = planned.streamed
         labels, traces = self._segment(scan.canonical(), scan, clock, planned)
         with clock.step("measure", 0.97):
             results = _results(scan, labels, traces, Calibration.of(self.model))

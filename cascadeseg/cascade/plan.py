@@ -15,7 +15,7 @@ from cascadeseg.network.bounded import Runner, pass_mb
 PROGRAM_MB = 390.0
 """The interpreter with torch, nibabel and both networks, and what allocators keep (measured on Linux)."""
 GPU_PROGRAM_MB = 450.0
-"""A CUDA context with its kernels and both networks."""
+"""A CUDA context with its kernels and both networks, on a small GPU; on an H100 it takes 790 (measured)."""
 CLEANING_MB = 250.0
 """Components of a lung on the scan's grid, holes filled, beside both lungs' logits."""
 UNASKED_MB = 1200.0
@@ -36,6 +36,8 @@ class Plan:
         device_mb: memory of the GPU at its largest; 0 without one.
         largest_tile: voxels that stage 2 may see at a time.
         tiles: how many tiles the largest lung would take.
+        streamed: whether the finest levels of both networks go through memory a few slices at a time: on a processor
+            always, on a GPU where they would not fit otherwise.
         both_mb: what stage 2 may take to work on both lungs at the same time: infinite where that is enough for the
             largest, 0 under a limit where it is not, as boxes may grow.
     """
@@ -44,6 +46,7 @@ class Plan:
     device_mb: float
     largest_tile: float
     tiles: int
+    streamed: bool
     both_mb: float = 0.0
 
     def __str__(self) -> str:
@@ -88,15 +91,23 @@ def plan(
     context, stride = 2 * refiner.stage.unet.context, refiner.stage.unet.stride
 
     limit_gb = max_vram_gb if on_gpu else max_memory_gb
-    coarse_mb, stage1_mb = _stage1_mb(scan, locator)
+    coarse_mb, slab_voxels, slab_layer = _stage1(scan, locator)
     after_mb = _mask_mb(scan) + CLEANING_MB
     fixed_mb = (GPU_PROGRAM_MB if on_gpu else host_mb) + coarse_mb
-    smallest, largest = layer * (context + stride), LARGEST_GPU_TILE if on_gpu else prod(LARGEST_LUNG_VOXELS)
+    smallest, largest = layer * (context + stride), float(prod(LARGEST_LUNG_VOXELS))
+    streamed = refiner.device.type == "cpu"
+
+    def stage1_mb() -> float:
+        return pass_mb(locator, slab_voxels, slab_layer, streamed) + 4 * slab_voxels / 1e6
 
     def needed_mb(tile: float) -> float:
         """With stage 2's tiles of so many voxels."""
-        return fixed_mb + max(stage1_mb, _stage2_mb(refiner, tile, layer), 0 if on_gpu else after_mb)
+        stage2_mb = _stage2_mb(refiner, tile, layer, streamed)
+        return fixed_mb + max(stage1_mb(), stage2_mb, 0 if on_gpu else after_mb)
 
+    if on_gpu:
+        streamed = limit_gb is not None and needed_mb(LARGEST_GPU_TILE) > limit_gb * 1000
+        largest = largest if streamed else LARGEST_GPU_TILE
     _refuse(scan, "--max-vram" if on_gpu else "--max-memory", limit_gb, needed_mb(smallest))
     tile = largest
     while limit_gb is not None and needed_mb(tile) > limit_gb * 1000 and tile > smallest:
@@ -105,7 +116,7 @@ def plan(
     most_mb, both_mb = needed_mb(tile), 0.0
     if refiner.shareable and whole:
         room_mb = (UNASKED_MB if limit_gb is None else limit_gb * 1000) - fixed_mb
-        largest_mb = max(stage1_mb, 2 * pass_mb(refiner, tile, layer), after_mb)
+        largest_mb = max(stage1_mb(), 2 * pass_mb(refiner, tile, layer, streamed), after_mb)
         if largest_mb <= room_mb:
             most_mb, both_mb = fixed_mb + largest_mb, inf
         elif limit_gb is None:
@@ -116,6 +127,7 @@ def plan(
         device_mb=most_mb if on_gpu else 0.0,
         largest_tile=tile,
         tiles=1 if whole else ceil(LARGEST_LUNG_VOXELS[2] / (tile / layer - context)),
+        streamed=streamed,
         both_mb=both_mb,
     )
 
@@ -128,19 +140,19 @@ def _mask_mb(scan: Scan) -> float:
     return share * prod(scan.grid.shape) / 1e6
 
 
-def _stage1_mb(scan: Scan, locator: Runner) -> tuple[float, float]:
-    """Memory of stage 1's opinion, twice while its sides are settled, and of its network on one slab."""
+def _stage1(scan: Scan, locator: Runner) -> tuple[float, float, float]:
+    """Memory of stage 1's opinion, twice while its sides are settled; voxels of a slab that it sees, and of a slice."""
     nx, ny, nz = coarse_grid(scan.canonical(), locator.stage.view).shape
     slabs = slabs_along_z(nz, locator.stage)
     depth = max(slab.seen.stop - slab.seen.start for slab in slabs)
     kept = min(nz, int((LONGEST_LUNG_MM + 2 * KEPT_MM) / locator.stage.view.spacing_mm))
-    return 4 * nx * ny * kept / 1e6, pass_mb(locator, nx * ny * depth, nx * ny) + 4 * nx * ny * depth / 1e6
+    return 4 * nx * ny * kept / 1e6, nx * ny * depth, nx * ny
 
 
-def _stage2_mb(refiner: Runner, tile: float, layer: float) -> float:
+def _stage2_mb(refiner: Runner, tile: float, layer: float, streamed: bool) -> float:
     """Memory of the other lung's logits, of this one's where they are put together, and of the network on one tile."""
     lung = prod(LARGEST_LUNG_VOXELS)
-    return (2 * lung + (2 * lung if tile < lung else 0)) / 1e6 + pass_mb(refiner, tile, layer)
+    return (2 * lung + (2 * lung if tile < lung else 0)) / 1e6 + pass_mb(refiner, tile, layer, streamed)
 
 
 def _refuse(scan: Scan, option: str, limit_gb: float | None, needed_mb: float) -> None:

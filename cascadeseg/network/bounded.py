@@ -49,6 +49,9 @@ class Runner(Protocol):
         """Whether two threads may use it at a time, to their profit."""
         ...
 
+    streamed: bool
+    """Whether its finest levels go through memory a few slices at a time."""
+
     def __call__(self, image: Image, finish: Finish = unchanged) -> Tensor: ...
 
 
@@ -81,16 +84,17 @@ def bytes_per_voxel(stage: Stage, precision: str) -> float:
     return unet.in_channels * (4 + 2 * width) + LIVE_TENSORS * finest * width + unet.out_channels * (4 + width)
 
 
-def pass_mb(engine: Runner, voxels: float, layer: float) -> float:
+def pass_mb(engine: Runner, voxels: float, layer: float, streamed: bool | None = None) -> float:
     """Memory of a forward pass.
 
     Args:
         engine: what runs it.
         voxels: of the image.
         layer: voxels of one of its slices.
+        streamed: whether its finest levels go a few slices at a time; None: as the engine is set.
     """
     unet, levels = engine.stage.unet, streamed_levels(engine.stage.unet)
-    if engine.device.type != "cpu" or not levels:
+    if not (engine.streamed if streamed is None else streamed) or not levels:
         return voxels * bytes_per_voxel(engine.stage, engine.precision) / 1e6
     width = 4 if engine.precision == "fp32" else 2
     finest = 8.0 if unet.stem == "space_to_depth" else 1.0
@@ -106,8 +110,8 @@ def pass_mb(engine: Runner, voxels: float, layer: float) -> float:
 class BoundedEngine:
     """An engine that keeps within a limit by cutting long images into tiles that together equal the whole.
 
-    Where memory runs out all the same it goes on with smaller tiles, then in half precision, then on the processor:
-    only the image at hand is computed again. What it had to do stays in ``notes``.
+    Where memory runs out all the same it goes on a few slices at a time, then with smaller tiles, then in half
+    precision, then on the processor: only the image at hand is computed again. What it had to do stays in ``notes``.
     """
 
     def __init__(
@@ -150,6 +154,14 @@ class BoundedEngine:
     def shareable(self) -> bool:
         return self._engine.shareable
 
+    @property
+    def streamed(self) -> bool:
+        return self._engine.streamed
+
+    @streamed.setter
+    def streamed(self, streamed: bool) -> None:
+        self._engine.streamed = streamed or self._engine.device.type == "cpu"
+
     def tile_length(self, shape: tuple[int, ...]) -> int:
         """Slices kept of each tile of a (C, X, Y, Z) image: all, or what the limit leaves beside the context."""
         _, nx, ny, nz = shape
@@ -163,6 +175,10 @@ class BoundedEngine:
         """A tile length that may fit, on an engine that may be another one now."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+        if not self.streamed and streamed_levels(self.stage.unet):
+            self._note(f"stage of {self.stage.view.spacing_mm:g} mm a few slices at a time")
+            self.streamed = True
+            return length
         stride = self.stage.unet.stride
         shorter = length // 2 // stride * stride
         if shorter and depth > shorter + 2 * self.stage.unet.context:
@@ -174,6 +190,7 @@ class BoundedEngine:
         if self._engine.precision == "fp32":
             self._note("half precision")
             self._engine = Engine(self.stage, here, "fp16")
+            self.streamed = True
         else:
             self._note("the processor")
             self._engine = open_engine(self.stage, torch.device("cpu"))

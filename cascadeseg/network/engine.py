@@ -68,7 +68,12 @@ def _cpu_multiplies_bfloat16() -> bool:
 
 
 class Engine:
-    """A stage's network, ready to run on a device."""
+    """A stage's network, ready to run on a device.
+
+    Attributes:
+        streamed: whether its finest levels go through memory a few slices at a time (`streams`): always on a processor;
+            elsewhere for the sake of memory, at the price of many small pieces of work.
+    """
 
     work_bytes = 35.0
     library_mb = 0.0
@@ -81,6 +86,7 @@ class Engine:
         self._dtype = DTYPES[self.precision]
         network.fold(one_pass=device.type == "cpu" and has_one_pass(self._dtype))
         self.shareable = device.type == "cpu" and threads_to_share()
+        self.streamed = device.type == "cpu"
         self._network = network.to(device, self._dtype).to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
 
     @torch.inference_mode()
@@ -95,7 +101,7 @@ class Engine:
             (out_channels, X, Y, Z) float32 logits on the engine's device, or what ``finish`` makes of them.
         """
         padded, (nx, ny, nz) = padded_to(image, self.stage.unet.stride)
-        if self.device.type == "cpu" and streamed_levels(self.stage.unet):
+        if self.streamed and streamed_levels(self.stage.unet):
             logits = in_streams(self._network, padded, finish, self._dtype)
         else:
             batch = padded[..., :][None].to(self.device, self._dtype).contiguous(memory_format=torch.channels_last_3d)

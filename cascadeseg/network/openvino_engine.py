@@ -57,6 +57,7 @@ class OpenVinoEngine:
     work_bytes = 115.0
     library_mb = 220.0
     shareable = False
+    streamed = True
 
     def __init__(self, stage: Stage, precision: Precision = "auto") -> None:
         self.stage = stage

@@ -167,6 +167,6 @@ class _Whole:
         if not self.filled:
             shape = (1, *piece.shape[:3], self.depth)
             order = torch.channels_last_3d if self.channels_last else torch.contiguous_format
-            self.tensor = torch.empty(shape, dtype=piece.dtype, memory_format=order)[0]
+            self.tensor = torch.empty(shape, dtype=piece.dtype, device=piece.device, memory_format=order)[0]
         self.tensor[..., self.filled : self.filled + piece.shape[3]] = piece
         self.filled += piece.shape[3]

@@ -36,9 +36,39 @@ def test_without_limits_most_lungs_are_refined_whole():
     assert "each lung as a whole" in str(plan)
 
 
+def on_a_gpu(max_vram_gb: float | None) -> Segmenter:
+    """As a plan sees it, which never touches the device."""
+    segmenter = Segmenter(device="cpu", precision="bf16", engine="torch", max_vram_gb=max_vram_gb)
+    for engine in (segmenter.locator, segmenter.refiner):
+        engine.device = torch.device("cuda")
+    return segmenter
+
+
+@pytest.mark.parametrize(("slices", "pixel_mm"), [(320, 0.75), (2000, 0.98)])
+def test_a_gpu_streams_where_its_memory_is_short(slices, pixel_mm):
+    voxels = np.broadcast_to(np.int16(0), (512, 512, slices))
+    scan = Scan(voxels, Grid.axis_aligned(voxels.shape, (pixel_mm, pixel_mm, 1.0)), source="wide.nii.gz")
+    free, tight = (on_a_gpu(limit).plan(scan) for limit in (None, 1.0))
+    assert not free.streamed
+    assert 1000 < free.device_mb < 2000
+    assert tight.streamed
+    assert tight.tiles == 1
+    assert tight.device_mb <= 1000
+    with pytest.raises(ScanError, match=r"--max-vram 0\.5 or less"):
+        on_a_gpu(0.5).plan(scan)
+
+
+def test_a_gpu_with_less_memory_still_sees_lungs_in_tiles():
+    plan = on_a_gpu(0.75).plan(long_scan(320))
+    assert plan.streamed
+    assert plan.tiles > 1
+    assert plan.device_mb <= 750
+
+
 def test_both_lungs_are_refined_at_once_where_that_takes_little_or_is_allowed(two_threads):
     def shipped(slices: int, max_memory_gb: float | None = None) -> Plan:
-        return Segmenter(device="cpu", engine="torch", max_memory_gb=max_memory_gb).plan(long_scan(slices))
+        limited = Segmenter(device="cpu", precision="bf16", engine="torch", max_memory_gb=max_memory_gb)
+        return limited.plan(long_scan(slices))
 
     short = shipped(320)
     assert short.both_mb == np.inf
@@ -55,7 +85,7 @@ def test_both_lungs_are_refined_at_once_where_that_takes_little_or_is_allowed(tw
 
 
 def test_lungs_that_turn_out_to_be_small_are_refined_at_once_in_scans_of_medium_length(two_threads):
-    segmenter = Segmenter(device="cpu", engine="torch")
+    segmenter = Segmenter(device="cpu", precision="bf16", engine="torch")
     medium = segmenter.plan(long_scan(600))
     assert 0 < medium.both_mb < np.inf
     assert medium.host_mb <= 1200

@@ -71,11 +71,23 @@ def test_levels_in_slabs_or_streams_equal_the_whole(monkeypatch, kind, config):
     assert torch.equal(engine(made), engine(image))
 
 
+def test_streams_stay_on_their_device():
+    engine = Engine(stage(), torch.device("meta"), "fp32")  # which refuses to be mixed with others, as a GPU does
+    assert not engine.streamed
+    image = torch.empty(2, 17, 20, 90, device="meta")
+    whole = engine(image)
+    engine.streamed = True
+    made = Layers((2, 17, 20, 90), lambda z: image[..., z])
+    for streamed in (engine(image), engine(made, torch.sigmoid)):
+        assert (streamed.device, streamed.shape, streamed.dtype) == (whole.device, whole.shape, whole.dtype)
+
+
 class Starved:
     """An engine that has no memory for images longer than ``longest`` slices."""
 
     work_bytes, library_mb = 60.0, 0.0
     shareable = False
+    streamed = True
 
     def __init__(self, longest: int, error: Exception) -> None:
         self.stage, self.device, self.precision = stage(), CPU, "fp32"
@@ -95,6 +107,18 @@ def test_memory_that_runs_out_leads_to_smaller_tiles(error):
     image = torch.randn(2, 8, 8, 256)
     assert torch.equal(engine(image), image[:1])
     assert engine.notes[-1] == "cpu ran out of memory; went on with stage of 1 mm in tiles of 64 slices"
+
+
+def test_a_gpu_whose_memory_runs_out_goes_on_a_few_slices_at_a_time():
+    engine = BoundedEngine(stage(), CPU, "fp32", "torch")
+    starved = Starved(100, torch.OutOfMemoryError("CUDA out of memory"))
+    starved.device, starved.streamed = torch.device("meta"), False
+    engine._engine = starved
+    image = torch.randn(2, 8, 8, 256)
+    assert torch.equal(engine(image), image[:1])
+    assert starved.streamed
+    assert starved.seen[:2] == [256, 256]
+    assert engine.notes[0] == "meta ran out of memory; went on with stage of 1 mm a few slices at a time"
 
 
 def test_other_errors_are_not_taken_for_memory():
