@@ -8,11 +8,11 @@ Run the same command until it says that it is finished: after each piece it ends
     while python scripts/train_shipped.py OUT --chunk-minutes 9; [ $? -eq 4 ]; do :; done
 
 Without ``--chunk-minutes`` it goes to the end at once. Stage 2 learns from references damaged to look like a locator's
-mistakes and needs no stage 1: ``--stage 1`` and ``--stage 2`` may run beside each other on one large GPU, each in its own
-shell; the command without ``--stage`` then puts them together. The recipes are those of configs/ (``--preset gpu``: their
--gpu variants; ``smoke``: toys, to see the script work). ``--seed`` changes both the networks' chance and the patients;
-``--steps-scale 0.5`` takes half the steps, on the schedule that goes with them, to compare seeds; below 1,000 steps
-stage 1 is no locator (docs/model-development.md, entry 12).
+mistakes and needs no stage 1: ``--stage 1`` and ``--stage 2`` may run beside each other on one large GPU, each in its
+own shell; the command without ``--stage`` then puts them together. The recipes are those of configs/ (``--preset gpu``:
+their -gpu variants; ``smoke``: toys, to see the script work). ``--seed`` changes both the networks' chance and the
+patients; ``--steps-scale 0.5`` takes half the steps, on the schedule that goes with them, to compare seeds; below 1,000
+steps stage 1 is no locator (docs/model-development.md, entry 12).
 
 OUT/model is what `cascadeseg infer --model` takes; OUT/card.md is the part of the model card that can be written by a
 machine: hash, recipe, effort, and with ``--scans`` (see validate.py) the scores. ``--install`` puts the model into the
