@@ -11,7 +11,7 @@ import SimpleITK
 import torch
 
 from cascadeseg.geometry import Box, Grid
-from cascadeseg.synthesis import PRESETS, Patient, Phantom, Tissue, render, sample_patient
+from cascadeseg.synthesis import PRESETS, Patient, Phantom, Tissue, anatomy, render, sample_patient
 
 SPACING = 6.0
 METAL = ("pacemaker", "spinal_rods", "sternal_wires", "clips", "dental", "shoulder_prosthesis", "hip_prosthesis")
@@ -208,3 +208,14 @@ def test_the_colon_reaches_the_left_dome_and_lungs_reach_below_the_domes() -> No
     dome = patient.torso.offset[2]
     lowest = grid.affine[2, 3] + SPACING * int(torch.nonzero(phantom.labels)[:, 2].min())
     assert lowest < dome - 25 * patient.torso.size
+
+
+def test_the_colon_lies_under_the_left_dome_anywhere_from_the_side_to_the_front() -> None:
+    tops = []
+    for seed in range(30):
+        patient = sample_patient(seed, PRESETS["healthy"])
+        bead = anatomy.colon(patient).centres
+        left = bead[bead[:, 0] < -40]
+        tops.append(float(left[left[:, 2].argmax(), 1]))
+    assert min(tops) < 30
+    assert sum(top > 45 for top in tops) > 8
