@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -66,7 +67,7 @@ def validate(config: TrainingConfig, state: State, data: Data, device: torch.dev
     for patient in data.validation:
         scan, reference = data.store.whole(patient)
         try:
-            with torch.backends.cudnn.flags(benchmark=False):  # every patient has another shape
+            with _no_search():
                 labels = segment(scan)
         except ScanError as error:
             refused.append(str(error))
@@ -79,6 +80,17 @@ def validate(config: TrainingConfig, state: State, data: Data, device: torch.dev
     means = {name: float(np.mean(values)) for name, values in sorted(scores.items())}
     sides = [value for name, value in means.items() if name.startswith("dice_")]
     return Validated({"dice": float(np.mean(sides)) if sides else math.nan} | means, *shown, tuple(refused))
+
+
+@contextmanager
+def _no_search() -> Iterator[None]:
+    """Without cuDNN's search for algorithms, if the recipe has it: every patient has another shape."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 def _segmenter(config: TrainingConfig, state: State, device: torch.device) -> Callable[[Scan], LabelMap]:

@@ -24,7 +24,7 @@ from cascadeseg.errors import ConfigError, DeviceError, ModelError, ScanError
 from cascadeseg.formats import read_labels
 from cascadeseg.labels import LUNGS
 from cascadeseg.network import UNet, UNetConfig, View, load_model
-from cascadeseg.training import loop, step
+from cascadeseg.training import loop, step, validation
 from cascadeseg.training.config import TrainingConfig
 from cascadeseg.training.log import Log
 from cascadeseg.training.loop import train
@@ -330,6 +330,22 @@ def test_it_trains_and_resumes_on_a_gpu(recipe, tmp_path, precision):
     steps = [line for line in lines(tmp_path) if "loss" in line]
     assert [line["step"] for line in steps] == [10, 20]
     assert all(line["gpu_peak_gb"] > 0 for line in steps)
+
+
+def test_cudnn_searches_no_algorithms_for_the_shapes_of_validation(recipe, tmp_path, monkeypatch):
+    cudnn, real, seen = torch.backends.cudnn, validation._segmenter, []
+
+    def noting(*arguments):
+        segment = real(*arguments)
+        return lambda scan: (seen.append((cudnn.enabled, cudnn.benchmark)), segment(scan))[1]
+
+    monkeypatch.setattr(validation, "_segmenter", noting)
+    try:
+        run(recipe(cudnn_benchmark=True, fixed_size=True), tmp_path)
+        assert set(seen) == {(True, False)}
+        assert cudnn.benchmark
+    finally:
+        cudnn.benchmark = False
 
 
 def test_fp16_without_cuda_is_refused(recipe, tmp_path):
