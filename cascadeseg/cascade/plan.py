@@ -15,7 +15,7 @@ from cascadeseg.network.bounded import Runner, pass_mb
 PROGRAM_MB = 390.0
 """The interpreter with torch, nibabel and both networks, and what allocators keep (measured on Linux)."""
 GPU_PROGRAM_MB = 450.0
-"""A CUDA context with its kernels and both networks, on a small GPU; on an H100 it takes 790 (measured)."""
+"""A CUDA context with its kernels and both networks, on a small GPU; on an H100 it takes 725 to 793 (measured)."""
 CLEANING_MB = 250.0
 """Components of a lung on the scan's grid, holes filled, beside both lungs' logits."""
 UNASKED_MB = 1200.0
