@@ -140,7 +140,7 @@ class Segmenter:
             model: a model folder, a loaded model, or None for the one in the package.
             device: ``auto``, ``cpu``, ``cuda``, ``cuda:N`` or ``mps``.
             precision: ``auto`` takes what the device is fast at.
-            engine: ``auto`` takes OpenVINO, where it is installed, on a processor without fast bfloat16, else torch.
+            engine: ``auto`` is torch, which was faster on every processor measured; OpenVINO only by name.
             max_memory_gb: what the process may take, each scan and its mask included; None for what it needs.
             max_vram_gb: what it may take of a GPU.
 

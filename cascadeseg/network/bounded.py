@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cascadeseg.errors import DeviceError
-from cascadeseg.network.engine import Engine, Precision, fast_precision, in_slabs
+from cascadeseg.network.engine import Engine, Precision, in_slabs
 from cascadeseg.network.levels import Finish, Image, slab_samples, streamed_levels, unchanged
 from cascadeseg.network.model import Stage
 
@@ -56,18 +56,17 @@ class Runner(Protocol):
 
 
 def open_engine(stage: Stage, device: torch.device, precision: Precision = "auto", kind: EngineKind = "auto") -> Runner:
-    """The best engine for a device: torch, but OpenVINO, where it is installed, on a processor without fast bfloat16.
+    """An engine for a device: torch, unless OpenVINO is asked for by name.
 
-    With fast bfloat16 torch is as fast (measured on AMD Zen 5) and takes far less memory.
+    On every processor measured so far, with fast bfloat16 and without, torch is faster and takes less memory
+    (docs/performance.md).
 
     Raises:
         DeviceError: OpenVINO was asked for by name, and is not there or not for this device.
     """
     if kind == "openvino" and device.type != "cpu":
         raise DeviceError("--engine", f"openvino on {device}", "--device cpu, or --engine torch")
-    if kind == "torch" or device.type != "cpu":
-        return Engine(stage, device, precision)
-    if kind == "auto" and (fast_precision(device) == "bf16" or find_spec("openvino") is None):
+    if kind != "openvino":
         return Engine(stage, device, precision)
     if find_spec("openvino") is None:
         raise DeviceError("--engine", "openvino, which is not installed", "", "pip install 'cascadeseg[cpu]'")

@@ -176,10 +176,10 @@ def test_openvino_agrees_with_torch(config):
 
 
 @needs_openvino
-@pytest.mark.parametrize(("fast_at", "chosen"), [("fp32", "OpenVinoEngine"), ("bf16", "Engine")])
-def test_openvino_is_chosen_where_it_is_and_torch_has_no_fast_bfloat16(fast_at, chosen, monkeypatch):
-    monkeypatch.setattr("cascadeseg.network.bounded.fast_precision", lambda device: fast_at)
-    assert type(open_engine(stage(), CPU, "fp32")).__name__ == chosen
+def test_openvino_is_taken_by_name_alone():
+    kinds = ("auto", "torch", "openvino")
+    taken = [type(open_engine(stage(), CPU, "fp32", kind)).__name__ for kind in kinds]
+    assert taken == ["Engine", "Engine", "OpenVinoEngine"]
 
 
 @needs_openvino
