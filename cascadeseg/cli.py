@@ -281,6 +281,8 @@ def _run_infer(options: argparse.Namespace) -> int:
     for failure in failures:
         complain(str(failure))
     several = len(options.scans) > 1 or len(found) + len(failures) > 1
+    if several and options.csv and options.output and Path(options.csv).parent == Path(options.output):
+        outputs.make_folder(Path(options.output))  # the table lies with the masks, whose folder is made if need be
     table = _Table(Path(options.csv), options) if options.csv else None
     wishes = outputs.Wishes(
         output=options.output,

@@ -472,6 +472,12 @@ def test_the_table_goes_on_with_its_batch(tmp_path: Path, refused: Refused, caps
     )
 
 
+def test_the_table_may_lie_in_the_folder_that_is_made_for_the_masks(tmp_path: Path) -> None:
+    scans = [make_scan(tmp_path / f"{name}.nii.gz") for name in ("a", "z")]
+    assert run("infer", *scans, "-o", "new/masks", "--csv", "new/masks/all.csv") == 0
+    assert names(tmp_path / "new" / "masks") == ["a_lungs.nii.gz", "all.csv", "z_lungs.nii.gz"]
+
+
 def test_a_scan_without_its_row_is_not_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Its mask may have been written just before the batch was interrupted."""
     arguments = ["infer", *(make_scan(tmp_path / f"{name}.nii.gz") for name in ("a", "interrupt")), "--csv", "all.csv"]
