@@ -60,6 +60,11 @@ class Loader:
     max_vram_gb: float | None = None
     loaded: Segmenter | None = None
 
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> Loader:
+        """As the options of ``cascadeseg infer`` have it."""
+        return cls(options.model, options.device, options.engine, options.max_memory, options.max_vram)
+
     def __call__(self) -> Segmenter:
         if self.loaded is None:
             from cascadeseg.cascade.pipeline import Segmenter
@@ -87,8 +92,7 @@ def segment_all(jobs: Sequence[Job], options: argparse.Namespace) -> Iterator[Ro
     if min(options.jobs, len(jobs)) > 1:
         yield from _in_processes(jobs, options)
     else:
-        load = Loader(options.model, options.device, options.engine, options.max_memory, options.max_vram)
-        yield from _one_by_one(jobs, load, options)
+        yield from _one_by_one(jobs, Loader.of(options), options)
 
 
 # -------------------------------------------------------------------------------------------------- one process
@@ -259,7 +263,7 @@ def _serve(connection: Connection, options: argparse.Namespace, threads: int) ->
     os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     import_when_used("torch._meta_registrations")
     set_up_libraries()
-    load = Loader(options.model, options.device, options.engine, options.max_memory, options.max_vram)
+    load = Loader.of(options)
     with suppress(EOFError, OSError, KeyboardInterrupt):
         while True:
             job = connection.recv()

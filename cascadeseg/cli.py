@@ -281,8 +281,6 @@ def _run_infer(options: argparse.Namespace) -> int:
     for failure in failures:
         complain(str(failure))
     several = len(options.scans) > 1 or len(found) + len(failures) > 1
-    if several and options.csv and options.output and Path(options.csv).parent == Path(options.output):
-        outputs.make_folder(Path(options.output))  # the table lies with the masks, whose folder is made if need be
     table = _Table(Path(options.csv), options) if options.csv else None
     wishes = outputs.Wishes(
         output=options.output,
@@ -294,6 +292,8 @@ def _run_infer(options: argparse.Namespace) -> int:
         in_table=None if table is None else table.scans_done(),
     )
     jobs = outputs.plan(found, wishes, several=several)
+    if table is not None:
+        outputs.check_place(table.path)  # only now: it may lie in a folder that is made for the masks
     if len(jobs) < len(found) and not options.quiet:
         say(f"{len(found) - len(jobs)} of {len(found)} scans are done already")
     failed = 0
@@ -316,11 +316,9 @@ class _Table:
 
     def __init__(self, path: Path, options: argparse.Namespace) -> None:
         from cascadeseg.evaluation.report import read_table
-        from cascadeseg.outputs import check_place
 
         if path.suffix.lower() != ".csv":  # a scan taken for the option's value is not overwritten
             raise ConfigError(f"--csv {path}", "the table's name", "a name that ends in .csv")
-        check_place(path)
         if path.exists() and not (options.force or options.resume):
             raise OutputError(
                 path, "exists", remedy="overwrite with --force, go on with --resume, or choose another name"

@@ -476,6 +476,8 @@ def test_the_table_may_lie_in_the_folder_that_is_made_for_the_masks(tmp_path: Pa
     scans = [make_scan(tmp_path / f"{name}.nii.gz") for name in ("a", "z")]
     assert run("infer", *scans, "-o", "new/masks", "--csv", "new/masks/all.csv") == 0
     assert names(tmp_path / "new" / "masks") == ["a_lungs.nii.gz", "all.csv", "z_lungs.nii.gz"]
+    assert run("infer", scans[0], "-o", "one/", "--csv", tmp_path / "one" / "t.csv") == 0
+    assert names(tmp_path / "one") == ["a_lungs.nii.gz", "t.csv"]
 
 
 def test_a_scan_without_its_row_is_not_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
