@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -72,6 +73,7 @@ class CaseStore:
         self._futures: dict[Path, Future[None]] = {}
         self._pool: ProcessPoolExecutor | None = None
         self._alive: Connection | None = None
+        self._wanted = [self._record(patient, kind) for patient, kind in wanted]
         missing = [(patient, kind) for patient, kind in wanted if not self._record(patient, kind).exists()]
         if missing and workers:
             spawn = get_context("spawn")
@@ -98,6 +100,13 @@ class CaseStore:
         grid = Grid(voxels.shape, np.array(about["affine"]))
         scan = Scan(voxels, grid, about["slope"], about["intercept"], source=patient.key)
         return scan, np.load(self.folder / f"{patient.key}.reference.npy", mmap_mode="r")
+
+    def room_gb(self) -> tuple[float, float]:
+        """GB of disk that the patients to come will take, if they are as large as those there are; and what is free."""
+        ready = sum(record.exists() for record in self._wanted)
+        taken = sum(path.stat().st_size for path in self.folder.glob("*.npy"))
+        coming = (len(self._wanted) - ready) * taken / max(1, len(list(self.folder.glob("*.json"))))
+        return coming / 1e9, shutil.disk_usage(self.folder).free / 1e9
 
     def close(self) -> None:
         """Stops the workers at once: a case that is not written whole is not there, and is made anew another time."""

@@ -78,6 +78,10 @@ class Data:
             if number == known or time.monotonic() - told > TELL_EVERY_S:
                 told = time.monotonic()
                 tell(f"patients ready: {number} of {known} after {told - began:.0f} s")
+        coming_gb, free_gb = self.store.room_gb()
+        if coming_gb > free_gb:
+            found = f"the patients to come will take about {coming_gb:,.1f} GB of {self.store.folder}"
+            tell(f"warning: {found}, where {free_gb:,.1f} GB are free; name another folder: --set data.cache=DIR")
 
     def _known(self, step: int) -> int:
         """How many of the training patients a step chooses from."""

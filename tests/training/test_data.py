@@ -338,3 +338,19 @@ def test_synthetic_patients_can_teach_other_organs():
     bad = with_data(stage1("synthetic"), labels=LabelNames(right=("lever",)))
     with pytest.raises(ConfigError, match="lever; expected tissues"):
         patients_of(bad, Path("none"))
+
+
+def test_patients_to_come_are_as_large_as_those_that_are_there(folder, cache, tmp_path):
+    config = with_data(stage1(folder), cache=cache)
+    patients, _ = patients_of(config, tmp_path / "split.json")
+    wanted = [(patient, "cases") for patient in patients]
+    ready = CaseStore(Path(cache), config, wanted, workers=0)
+    assert ready.room_gb()[0] == 0
+    empty = CaseStore(tmp_path / "empty", config, wanted, workers=0)
+    assert empty.room_gb() == pytest.approx((0, shutil.disk_usage(tmp_path).free / 1e9), rel=0.1)
+    names = [f"{patients[0].key}.cases.json", *(f"{name}.image.npy" for name in ready.names(patients[0]))]
+    for name in names:
+        shutil.copyfile(ready.folder / name, empty.folder / name)
+    taken = sum((empty.folder / name).stat().st_size for name in names[1:])
+    assert taken > 0
+    assert empty.room_gb()[0] == pytest.approx((len(patients) - 1) * taken / 1e9)

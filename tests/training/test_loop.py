@@ -25,6 +25,7 @@ from cascadeseg.formats import read_labels
 from cascadeseg.labels import LUNGS
 from cascadeseg.network import UNet, UNetConfig, View, load_model
 from cascadeseg.training import loop, step, validation
+from cascadeseg.training.cache import CaseStore
 from cascadeseg.training.config import TrainingConfig
 from cascadeseg.training.log import Log
 from cascadeseg.training.loop import train
@@ -168,6 +169,8 @@ torch.set_num_threads(1)
 from cascadeseg import config
 from cascadeseg.evaluation import preview
 from cascadeseg.training.config import TrainingConfig
+from cascadeseg.training.cache import CaseStore
+from cascadeseg.training.data import patients_of
 from cascadeseg.training.loop import train
 recipe = config.load(Path(sys.argv[1]), TrainingConfig)
 sys.stdout.write("ready\\n"); sys.stdout.flush()
@@ -403,6 +406,13 @@ def test_a_run_says_how_long_it_waited_and_what_to_do_about_it(recipe, tmp_path,
     starved.step(1, {"loss": 1.0}, waited_s=1000.0, patches=1)
     starved.close()
     assert "raise data.steps_per_case or data.workers" in capsys.readouterr().err
+
+
+def test_a_disk_too_small_for_the_patients_to_come_is_told_while_there_is_time(recipe, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(CaseStore, "room_gb", lambda store: (31.0, 12.5))
+    train(recipe(steps=1), tmp_path / "run", device="cpu")
+    said = capsys.readouterr().err
+    assert re.search(r"warning: the patients to come will take about 31.0 GB of .*, where 12.5 GB are free; name", said)
 
 
 @pytest.mark.slow
