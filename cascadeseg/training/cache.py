@@ -74,7 +74,7 @@ class CaseStore:
         self._pool: ProcessPoolExecutor | None = None
         self._alive: Connection | None = None
         self._wanted = [self._record(patient, kind) for patient, kind in wanted]
-        missing = [(patient, kind) for patient, kind in wanted if not self._record(patient, kind).exists()]
+        missing = [one for one, record in zip(wanted, self._wanted, strict=True) if not record.exists()]
         if missing and workers:
             spawn = get_context("spawn")
             ended, self._alive = spawn.Pipe(duplex=False)
@@ -103,10 +103,10 @@ class CaseStore:
 
     def room_gb(self) -> tuple[float, float]:
         """GB of disk that the patients to come will take, if they are as large as those there are; and what is free."""
-        ready = sum(record.exists() for record in self._wanted)
+        coming = sum(not record.exists() for record in self._wanted)
+        there = len(list(self.folder.glob("*.json")))
         taken = sum(path.stat().st_size for path in self.folder.glob("*.npy"))
-        coming = (len(self._wanted) - ready) * taken / max(1, len(list(self.folder.glob("*.json"))))
-        return coming / 1e9, shutil.disk_usage(self.folder).free / 1e9
+        return coming * taken / max(1, there) / 1e9, shutil.disk_usage(self.folder).free / 1e9
 
     def close(self) -> None:
         """Stops the workers at once: a case that is not written whole is not there, and is made anew another time."""

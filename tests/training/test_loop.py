@@ -169,8 +169,6 @@ torch.set_num_threads(1)
 from cascadeseg import config
 from cascadeseg.evaluation import preview
 from cascadeseg.training.config import TrainingConfig
-from cascadeseg.training.cache import CaseStore
-from cascadeseg.training.data import patients_of
 from cascadeseg.training.loop import train
 recipe = config.load(Path(sys.argv[1]), TrainingConfig)
 sys.stdout.write("ready\\n"); sys.stdout.flush()
