@@ -289,11 +289,10 @@ def _run_infer(options: argparse.Namespace) -> int:
         preview=options.preview,
         force=options.force,
         resume=options.resume,
+        table=None if table is None else table.path,
         in_table=None if table is None else table.scans_done(),
     )
     jobs = outputs.plan(found, wishes, several=several)
-    if table is not None:
-        outputs.check_place(table.path)  # only now: it may lie in a folder that is made for the masks
     if len(jobs) < len(found) and not options.quiet:
         say(f"{len(found) - len(jobs)} of {len(found)} scans are done already")
     failed = 0

@@ -29,6 +29,7 @@ class Wishes:
         preview: a file, `BESIDE`, or None for no picture.
         force: overwrite what is there.
         resume: leave out scans whose results are all there, and do those anew that lack some.
+        table: the table of them all; None for no table.
         in_table: scans that have a row in the table of them all, which is a result as well; None without a table.
     """
 
@@ -38,6 +39,7 @@ class Wishes:
     preview: str | None = None
     force: bool = False
     resume: bool = False
+    table: Path | None = None
     in_table: frozenset[str] | None = None
 
 
@@ -107,13 +109,22 @@ def plan(scans: Sequence[Found], wishes: Wishes, *, several: bool) -> list[Job]:
         jobs = [job for job in jobs if not _is_done(job, wishes)]
     for job in jobs:
         _refuse_overwriting(job, wishes.force or wishes.resume)
+    if wishes.table is not None and not _is_made(wishes.table.parent, jobs):
+        check_place(wishes.table)
     for job in jobs:
         if wishes.output is not None and (several or _is_folder(wishes.output)):
             make_folder(job.labels.parent)
         check_writable(job.labels)
         for path in job.outputs[1:]:
             check_place(path)
+    if wishes.table is not None:
+        check_place(wishes.table)
     return jobs
+
+
+def _is_made(folder: Path, jobs: Sequence[Job]) -> bool:
+    """Whether a folder will be there once those of the masks are."""
+    return any(folder.absolute() in job.labels.absolute().parents for job in jobs)
 
 
 def _refuse_single_files(wishes: Wishes) -> None:

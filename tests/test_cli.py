@@ -467,6 +467,8 @@ def test_the_table_goes_on_with_its_batch(tmp_path: Path, refused: Refused, caps
     make_scan(tmp_path / "new.nii.gz")
     refused(["infer", "new.nii.gz", "--csv", "other.csv", "--resume"], "other.csv: not a table that infer wrote")
     refused(["infer", "new.nii.gz", "--csv", "no/t.csv"], "t.csv: the folder no does not exist")
+    refused(["infer", "new.nii.gz", "-o", "masks/", "--csv", "no/t.csv"], "t.csv: the folder no does not exist")
+    assert not (tmp_path / "masks").exists(), "refused before any folder is made"
     refused(
         ["infer", "z.nii.gz", "--force", "--csv", "new.nii.gz"], "--csv new.nii.gz: the table's name; expected a name"
     )
