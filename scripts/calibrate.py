@@ -31,6 +31,7 @@ from cascadeseg.atomic import replace_text
 from cascadeseg.cascade.confidence import NOTE, Calibration, Signs, features, judged
 from cascadeseg.errors import ScanError
 from cascadeseg.formats import Scan
+from cascadeseg.formats.doctor import audit
 from cascadeseg.geometry import Box, Grid
 from cascadeseg.network import load_model, shipped_model
 from cascadeseg.synthesis import PRESETS, Patient, sample_patient
@@ -194,7 +195,7 @@ def judged_scan(segmenter: Segmenter, seed: int) -> dict[str, Any]:
     """One scan, segmented: each lung's Dice, and what the cascade itself says of it."""
     kind, scan, labels = (ordinary if is_ordinary(seed) else stressed)(seed)
     try:
-        result = segmenter.segment(scan)
+        result = segmenter.segment(audit(scan))
     except ScanError as error:  # nothing to judge
         return {"seed": seed, "kind": kind, "lungs": [], "refused": str(error)}
     lungs = [

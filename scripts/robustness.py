@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -29,6 +28,7 @@ from validate import reference_of, scans_of
 from cascadeseg import Segmenter, read_scan
 from cascadeseg.evaluation.metrics import evaluate
 from cascadeseg.formats import Scan, read_labels
+from cascadeseg.formats.doctor import audit
 from cascadeseg.geometry import Box, Grid, canonical_view
 from cascadeseg.labels import IGNORE, LUNGS
 from cascadeseg.network import load_model
@@ -177,10 +177,10 @@ CHANGES: dict[str, Callable[[Scan, Labels], Case]] = {
 
 
 def changed(scan: Scan, hu: Labels, spacing_mm: Any = None) -> Scan:
-    """The scan with other voxels, whole HU as scanners store them."""
+    """The scan with other voxels, whole HU as scanners store them, and what the doctor says of those."""
     voxels = np.ascontiguousarray(hu.round().clip(-32768, 32767).astype(np.int16))
     grid = Grid.axis_aligned(voxels.shape, scan.grid.spacing_mm if spacing_mm is None else spacing_mm)
-    return replace(scan, voxels=voxels, grid=grid, slope=1.0, intercept=0.0)
+    return audit(Scan(voxels, grid, source=scan.source))
 
 
 def image_of(scan: Scan, array: Labels) -> Any:

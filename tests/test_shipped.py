@@ -64,6 +64,14 @@ def test_both_lungs_of_an_unseen_patient_are_found(patient, upright):
         assert dice(upright, patient[1], lung.value) > 0.95
 
 
+def test_lungs_are_found_in_a_window_of_soft_tissue(patient, segmenter):
+    scan, labels = patient
+    result = segmenter.segment(scan.voxels.clip(-160, 240), scan.grid.affine)
+    for lung in LUNGS:
+        assert dice(result.labels, labels, lung.value) > 0.9
+    assert any("all values below -160 HU are cut off" in warning for warning in result.warnings)
+
+
 @pytest.mark.parametrize(("order", "flips"), [ORDERS[9], ORDERS[22], ORDERS[47]])
 def test_orientation_does_not_matter(patient, segmenter, upright, order, flips):
     check_orientation(patient[0], segmenter, upright, order, flips)

@@ -252,17 +252,20 @@ def _of_body(scan: Scan, grid: Grid) -> tuple[Mask, Mask]:
     layers = grid.covering(Box.whole(grid.shape), sampled).clipped((nx, ny, nz))
     seen = Box((0, 0, layers.start[2]), (nx, ny, layers.stop[2]))
     tissue, seen_grid = hu[seen.slices] > TISSUE_HU, sampled.cropped(seen)
-    air = torch.from_numpy(~tissue).float()
-    wall = functional.max_pool3d(air[None], (3, 3, 1), stride=1, padding=(1, 1, 0))[0].numpy() == 0
-    first, last = wall.argmax(axis=1)[:, None], ny - 1 - wall[:, ::-1].argmax(axis=1)[:, None]
-    y, any_wall = np.arange(ny)[None, :, None], wall.any(axis=1)[:, None]
-    enclosed = any_wall & (first <= y) & (y <= last)
+    from_behind, from_before = between_walls(tissue)
     behind_mm = tissue.cumsum(axis=1) * seen_grid.spacing_mm[1]
     before_mm = behind_mm[:, -1:] - behind_mm
-    under = (before_mm >= BODY_MM) & ~(any_wall & (first <= y))
-    over = (behind_mm >= BODY_MM) & ~(any_wall & (y <= last))
+    under, over = (before_mm >= BODY_MM) & ~from_behind, (behind_mm >= BODY_MM) & ~from_before
     rows = np.ix_(*(row.clip(0, n - 1) for row, n in zip(seen_grid.nearest(grid), seen.shape, strict=True)))
-    return enclosed[rows], (under | over)[rows]
+    return (from_behind & from_before)[rows], (under | over)[rows]
+
+
+def between_walls(tissue: Mask) -> tuple[Mask, Mask]:
+    """(X, Y, Z) of a sampled canonical scan: what has a wall of the body behind it, and what has one before it."""
+    air = torch.from_numpy(~tissue).float()
+    wall = functional.max_pool3d(air[None], (3, 3, 1), stride=1, padding=(1, 1, 0))[0].numpy() == 0
+    behind, before = np.logical_or.accumulate(wall, axis=1), np.logical_or.accumulate(wall[:, ::-1], axis=1)
+    return behind, before[:, ::-1]
 
 
 def _agree_with_geometry(masks: dict[Label, Mask], grid: Grid) -> dict[Label, Mask]:

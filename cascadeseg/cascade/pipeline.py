@@ -27,6 +27,7 @@ from cascadeseg.cascade.locate import Coarse, locate
 from cascadeseg.cascade.merge import Labels, box_on, merge
 from cascadeseg.cascade.plan import Plan, plan
 from cascadeseg.cascade.refine import Refined, refine
+from cascadeseg.cascade.windowed import restored
 from cascadeseg.errors import ModelError, ScanError
 from cascadeseg.formats import read_scan, scan_of
 from cascadeseg.formats.scan import Before, Scan
@@ -204,19 +205,20 @@ class Segmenter:
 
     def _segment(self, canonical: Scan, scan: Scan, clock: _Clock, planned: Plan) -> tuple[Labels, _Traces]:
         with clock.step("locate", 0.15):
-            coarse = locate(canonical, self.locator)
+            seen = restored(canonical)
+            coarse = locate(seen, self.locator)
         with clock.step("crop", 0.35):
-            coarse = settle_sides(coarse, canonical)
+            coarse = settle_sides(coarse, seen)
             boxes = crop_lungs(coarse)
             _refuse_giants(scan, boxes, coarse)
         with clock.step("refine", 0.4):
             each: Each = side_by_side if planned.takes_both(self.refiner, boxes) else one_by_one
-            lungs = each(lambda box: refine(canonical, box, coarse, self.refiner), boxes)
+            lungs = each(lambda box: refine(seen, box, coarse, self.refiner), boxes)
         with clock.step("merge", 0.8):
             labels = merge(lungs, scan.grid)
         with clock.step("clean", 0.9):
             clean(labels, [(lung.lung.label, box_on(lung, canonical.grid)) for lung in lungs], scan.grid, coarse)
-        return labels, _Traces(lungs, coarse)
+        return labels, _Traces(lungs, coarse, seen)
 
     def _went_on(self) -> tuple[str, ...]:
         """How memory that ran out was met."""
@@ -238,10 +240,11 @@ def _refuse_giants(scan: Scan, boxes: list[LungBox], coarse: Coarse) -> None:
 
 @dataclass(frozen=True)
 class _Traces:
-    """What the stages left behind: each lung's logits, and stage 1's opinion."""
+    """What the stages left behind: each lung's logits, stage 1's opinion, and the canonical scan as they saw it."""
 
     lungs: list[Refined]
     coarse: Coarse
+    seen: Scan
 
 
 class _Clock:
@@ -302,7 +305,7 @@ def _result(scan: Scan, labels: Labels, label: Label, refined: Refined | None, t
         touches=_touches(mask, box, grid.shape),
         regrown=refined.lung.regrown,
         box_mm=(tuple(corners.min(axis=0).round(1)), tuple(corners.max(axis=0).round(1))),
-        signs=signs_of(scan.canonical(), view, refined, traces.coarse),
+        signs=signs_of(traces.seen, view, refined, traces.coarse),
     )
 
 

@@ -8,6 +8,7 @@ from math import ceil, inf, prod
 
 from cascadeseg.cascade.crop import LungBox
 from cascadeseg.cascade.locate import KEPT_MM, coarse_grid, slabs_along_z
+from cascadeseg.cascade.windowed import restored_mb
 from cascadeseg.errors import ScanError
 from cascadeseg.formats.scan import Scan
 from cascadeseg.network.bounded import Runner, pass_mb
@@ -73,7 +74,7 @@ def plan(
     """What a scan needs, and how large stage 2's tiles may be under the limits.
 
     Args:
-        scan: of it only the grid and the voxels' type are used.
+        scan: of it only the grid, the voxels' type and whether a window cut values off are used.
         locator: stage 1's engine.
         refiner: stage 2's engine.
         max_memory_gb: of the whole process, the scan and its mask included; None for no limit.
@@ -83,7 +84,7 @@ def plan(
         ScanError: not even the smallest tiles fit.
     """
     on_gpu = refiner.device.type == "cuda"
-    host_mb = PROGRAM_MB + refiner.library_mb + scan.voxels.nbytes / 1e6
+    host_mb = PROGRAM_MB + refiner.library_mb + scan.voxels.nbytes / 1e6 + restored_mb(scan)
     if on_gpu:
         host_mb += _mask_mb(scan) + CLEANING_MB
         _refuse(scan, "--max-memory", max_memory_gb, host_mb)

@@ -2,7 +2,9 @@
 
 It looks at about a hundred thousand voxels on a coarse lattice (all of them only for NaN, which a lattice would
 miss), says what is odd in a line each, and repairs what has one cause only: a known offset is undone in the
-intercept, signed values read as unsigned are read again. It changes no voxel and refuses nothing.
+intercept, signed values read as unsigned are read again. Values
+that a window cut off are told, for the cascade to put something in their place. It changes no voxel and refuses
+nothing.
 
 What makes values HU: a CT of any part of the body holds soft tissue near +40, fat near -100 and, outside the body or
 in lungs and bowel, air near -1000. So the rules look for where the low values end and where the bulk lies, never
@@ -27,6 +29,8 @@ FEW_SLICES = 10
 PADDING_BELOW_HU = -1100.0
 PADDING_SHARE = 0.005
 PADDING_APART_HU = 300.0
+FAT_HU = -120.0
+"""Where fat, too, is cut off nobody can tell it from lung."""
 UNSURE = "the mask may be wrong"
 
 Values = npt.NDArray[np.float32]
@@ -35,11 +39,11 @@ Values = npt.NDArray[np.float32]
 def audit(scan: Scan) -> Scan:
     """The scan with a warning for everything odd about its values and spacing, and a wrong offset undone."""
     scan = _signed(scan.warned(*_spacing_oddities(scan.grid), *_not_finite(scan.voxels)))
-    values = _lattice(scan)
-    if not values.size:
+    everything = _lattice(scan)
+    total = everything.size
+    if not total:
         return scan.warned(f"no voxel holds a number: {UNSURE}")
-    total = values.size
-    values, padding = _without_padding(values)
+    values, padding = _without_padding(everything)
     shift = offset_hu(values)
     odd = [
         f"padding of {level - shift:g} HU ({100 * count / total:.2g} % of the volume) is read as air"
@@ -51,6 +55,12 @@ def audit(scan: Scan) -> Scan:
         scan = replace(scan, intercept=scan.intercept - shift)
     elif doubt := not_hu(values):
         odd.append(f"{doubt}: {UNSURE}")
+    elif (floor := cut_off_hu(everything[everything >= PADDING_BELOW_HU])) is not None:
+        cut_off = f"all values below {floor:.4g} HU are cut off (a windowed scan?)"
+        if floor < FAT_HU:
+            cut_off += ", those in the body are read as lung"
+            scan = replace(scan, floor_hu=floor)
+        odd.append(f"{cut_off}: {UNSURE}")
     return scan.warned(*odd)
 
 
@@ -98,9 +108,17 @@ def not_hu(values: Values) -> str:
         return f"values from {span} cannot be HU"
     if _share(values, -np.inf, -20) < 0.001:
         return f"values from {span} hold neither air nor fat, so they can hardly be HU"
-    if low > -900 and _share(values, low, low + 0.5) > 0.05:
-        return f"all values below {low:.4g} HU are cut off (a windowed scan?)"
     return ""
+
+
+def cut_off_hu(values: Values) -> float | None:
+    """The HU at which a window cut off all that was lower, lungs for the most part; None where nothing was.
+
+    Args:
+        values: HU, all but those lower than air.
+    """
+    low = float(values.min())
+    return low if low > -900 and _share(values, low, low + 0.5) > 0.05 else None
 
 
 def _spacing_oddities(grid: Grid) -> list[str]:

@@ -25,6 +25,7 @@ class Scan:
         source: the path it came from, or a word for an in-memory volume; used in messages.
         native: what the writer needs to give back the input's exact header (the format's own business).
         warnings: what was odd about it, one line each, for the terminal and the report.
+        floor_hu: HU at which a window cut off all that was lower, lungs among it, but not fat; None where none did.
     """
 
     voxels: npt.NDArray[Any]
@@ -34,6 +35,7 @@ class Scan:
     source: str = "array"
     native: object = None
     warnings: tuple[str, ...] = field(default=())
+    floor_hu: float | None = None
 
     def hu(self, box: Box | None = None) -> npt.NDArray[np.float32]:
         """The HU of a box of the scan (default: all of it) as a new float32 array; NaN and infinity become air."""

@@ -36,6 +36,13 @@ def test_without_limits_most_lungs_are_refined_whole():
     assert "each lung as a whole" in str(plan)
 
 
+def test_a_windowed_scan_needs_room_for_a_copy():
+    plain, segmenter = long_scan(2000), Segmenter(tiny_model(), device="cpu", max_memory_gb=2.5)
+    assert segmenter.plan(plain).host_mb <= 2500
+    with pytest.raises(ScanError, match=r"needs \d\.\d GB of memory at least"):
+        segmenter.plan(replace(plain, floor_hu=-160.0))
+
+
 def on_a_gpu(max_vram_gb: float | None) -> Segmenter:
     """As a plan sees it, which never touches the device."""
     segmenter = Segmenter(device="cpu", precision="bf16", engine="torch", max_vram_gb=max_vram_gb)

@@ -119,6 +119,19 @@ def test_values_that_cannot_be_hu(values: np.ndarray, words: str) -> None:
     assert re.search(words, warning)
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("low", "floor"), [(-160, -160), (-600, -600), (-880, -880), (-100, None), (-950, None)])
+def test_where_a_window_cut_values_off(low: int, floor: int | None, padded: bool) -> None:
+    values = chest().clip(low, 240)
+    if padded:
+        x, y = np.meshgrid(*[np.linspace(-1, 1, n) for n in SHAPE[:2]], indexing="ij")
+        values[np.hypot(x, y) > 1.05] = -2000
+    scan = checked(values)
+    assert scan.floor_hu == floor
+    assert any(f"below {low} HU are cut off" in warning for warning in scan.warnings) == (low > -900)
+    assert any("are read as lung" in warning for warning in scan.warnings) == (floor is not None)
+
+
 def test_coarse_and_few_slices() -> None:
     thick = scan_of(chest(), np.diag([0.75, 0.8, 10, 1]))
     assert thick.warnings == ("voxels of 10 mm are too coarse for a precise mask",)
