@@ -85,6 +85,7 @@ class Engine:
         network = stage.network()
         self._dtype = DTYPES[self.precision]
         network.fold(one_pass=device.type == "cpu" and has_one_pass(self._dtype))
+        network.transpose()
         self.shareable = device.type == "cpu" and threads_to_share()
         self.streamed = device.type == "cpu"
         self._network = network.to(device, self._dtype).to(memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
@@ -95,7 +96,7 @@ class Engine:
 
         Args:
             image: (C, X, Y, Z) float32, zero where there is air.
-            finish: done to the logits, (K, X, Y, z) to (any, X, Y, z), a slab of any thickness at a time.
+            finish: done to the logits, a slab of any thickness at a time; see `levels.Finish`.
 
         Returns:
             (out_channels, X, Y, Z) float32 logits on the engine's device, or what ``finish`` makes of them.
@@ -104,8 +105,9 @@ class Engine:
         if self.streamed and streamed_levels(self.stage.unet):
             logits = in_streams(self._network, padded, finish, self._dtype)
         else:
-            batch = padded[..., :][None].to(self.device, self._dtype).contiguous(memory_format=torch.channels_last_3d)
-            logits = finish(self._network(batch)[0].float())
+            batch = padded[..., :].transpose(1, 3)[None].to(self.device, self._dtype)
+            logits = self._network(batch.contiguous(memory_format=torch.channels_last_3d))[0]
+            logits = finish(logits.float()).transpose(1, 3)
         return logits[:, :nx, :ny, :nz]
 
 

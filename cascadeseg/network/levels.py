@@ -28,7 +28,7 @@ THINNEST_SLAB = 16
 STREAMED_LEVELS = 2
 
 Finish = Callable[[Tensor], Tensor]
-"""What is done to each slab of logits: (K, X, Y, z) to (any, X, Y, z)."""
+"""What is done to each slab of logits, voxel by voxel: (K, ...) to (any, ...), whatever the order of the axes."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def in_levels(parts: Parts, image: Image, finish: Finish, level: int = 0) -> Ten
     Args:
         parts: the network.
         image: (C, X, Y, Z), every axis a multiple of the network's stride; of other levels their input.
-        finish: done to each slab of logits, (K, X, Y, z) to (any, X, Y, z).
+        finish: done to each slab of logits.
         level: where to start.
 
     Returns:

@@ -3,91 +3,116 @@
 The finest levels hold most of a forward pass's memory. Here they work on a few slices at a time, one piece after the
 other: each 3x3x3 convolution remembers the last two slices that it saw, so that the pieces together equal the whole.
 Slabs that overlap (`levels`, for engines whose graphs cannot remember) compute up to half of these levels twice.
+
+In here tensors are (1, C, Z, Y, X), and the network is transposed: a few slices then lie in memory as a whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 
+from cascadeseg.geometry import Shape
 from cascadeseg.memory import give_back_freed_memory
 from cascadeseg.network.blocks import BottleneckBlock, ResidualBlock, space_to_depth
 from cascadeseg.network.levels import NARROWER, Finish, Image, cell_of, convolutions_of, streamed_levels
 from cascadeseg.network.unet import UNet
 
+Slices = Callable[[slice], Tensor]
+"""A range of slices to (1, C, z, Y, X)."""
 PIECE_VOXELS = 500_000
 """Voxels of the image that are in work at any one time, about: fewer take less memory and more time."""
 THINNEST_PIECE = 8
 """Samples along z; of thinner pieces too much would be remembered slices."""
 ROOMY_MB = 1000.0
 """What a smaller process freed it may keep between levels: to give it back and fetch it again takes time."""
-FLAT = (1, 1, 0)
+FLAT = (0, 1, 1)
 """Padding of convolutions whose neighbours along z are there."""
 
 
-def in_streams(network: UNet, image: Image, finish: Finish, dtype: torch.dtype, level: int = 0) -> Tensor:
+def in_streams(network: UNet, image: Image, finish: Finish, dtype: torch.dtype) -> Tensor:
     """Runs a network over an image, its finest levels as streams.
 
     Args:
-        network: folded, in ``dtype``.
-        image: (C, X, Y, Z), every axis a multiple of the network's stride; of other levels their input.
-        finish: done to each piece of logits, (K, X, Y, z) to (any, X, Y, z).
+        network: folded, transposed (`UNet.transpose`), in ``dtype``.
+        image: (C, X, Y, Z), every axis a multiple of the network's stride.
+        finish: done to each piece of logits.
         dtype: what the network computes in.
-        level: where to start.
 
     Returns:
-        (any, X, Y, Z): what ``finish`` makes of the logits; of other levels their features.
+        (any, X, Y, Z): what ``finish`` makes of the logits.
+    """
+
+    def slices(z: slice) -> Tensor:
+        return image[..., z].transpose(1, 3)[None]
+
+    _, nx, ny, nz = image.shape
+    return _streamed(network, 0, slices, (nz, ny, nx), finish, dtype)[0].transpose(1, 3)
+
+
+def _streamed(network: UNet, level: int, x: Slices, shape: Shape, finish: Finish, dtype: torch.dtype) -> Tensor:
+    """From the input of a level down and up again, to its features; from the image to what ``finish`` makes of logits.
+
+    Args:
+        network: see `in_streams`.
+        level: where to start.
+        x: gives slices of the input.
+        shape: (Z, Y, X) of the input.
+        finish: see `in_streams`.
+        dtype: see `in_streams`.
+
+    Returns:
+        (1, any, Z, Y, X).
     """
     if level == streamed_levels(network.config):
-        return network.beneath(level, _channels_last(image[..., :][None].to(dtype)))[0]
-    skip, lower = _descended(network, level, image, dtype)
-    del image
+        return network.beneath(level, _channels_last(x(slice(0, shape[0]))))
+    skip, lower = _descended(network, level, x, shape, dtype)
     give_back_freed_memory(above_mb=ROOMY_MB)
-    lower = in_streams(network, lower, finish, dtype, level + 1)
+    lower = _streamed(network, level + 1, _slices_of(lower), _shape_of(lower), finish, dtype)
     give_back_freed_memory(above_mb=ROOMY_MB)
-    return _ascended(network, level, lower, skip, finish, dtype)
+    return _ascended(network, level, lower, skip, finish)
 
 
-def _descended(network: UNet, level: int, x: Image, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _descended(network: UNet, level: int, x: Slices, shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """A level's skip, and the input of the next one."""
     cell = cell_of(network.config, level)
     window = _Window() if level == 0 else None
     blocks = [_Block(block) for block in network.encoder[level].children()]
     pairs = _Pairs()
-    skip, lower = _Whole(x.shape[3] // cell), _Whole(x.shape[3] // cell // 2)
-    for z, last in _pieces(x, network, level, cell):
-        piece = x[..., z][None].to(dtype)
+    skip, lower = _Whole(shape[0] // cell), _Whole(shape[0] // cell // 2)
+    for z, last in _pieces(shape, network, level, cell):
+        piece = x(z).to(dtype)
         piece = _channels_last(space_to_depth(piece) if cell == 2 else piece)
         if window:
             piece = network.stem(window(piece, last), relu=True, padding=FLAT)
         for block in blocks:
             piece = block(piece, last)
-        skip.add(piece[0])
-        lower.add(network.down[level](pairs(piece), relu=True)[0])
+        skip.add(piece)
+        lower.add(network.down[level](pairs(piece), relu=True))
     return skip.tensor, lower.tensor
 
 
-def _ascended(network: UNet, level: int, lower: Tensor, skip: Tensor, finish: Finish, dtype: torch.dtype) -> Tensor:
+def _ascended(network: UNet, level: int, lower: Tensor, skip: Tensor, finish: Finish) -> Tensor:
     """A level's features on the way up; of level 0 what ``finish`` makes of the logits."""
     blocks = [_Block(block) for block in network.decoder[level].children()]
-    whole = _Whole(skip.shape[3] * cell_of(network.config, level), channels_last=level > 0)
-    for z, last in _pieces(skip, network, level, 1):
+    whole = _Whole(skip.shape[2] * cell_of(network.config, level), channels_last=level > 0)
+    for z, last in _pieces(_shape_of(skip), network, level, 1):
         half = slice(z.start // 2, z.stop // 2)
-        piece = network.joined(level, _channels_last(lower[None, ..., half]), skip[None, ..., z])
+        piece = network.joined(level, _channels_last(lower[:, :, half]), skip[:, :, z])
         for block in blocks:
             piece = block(piece, last)
-        whole.add(finish(network.headed(piece)[0].float()) if level == 0 else piece[0])
+        whole.add(finish(network.headed(piece)[0].float())[None] if level == 0 else piece)
     return whole.tensor
 
 
-def _pieces(x: Image, network: UNet, level: int, cell: int) -> Iterator[tuple[slice, bool]]:
+def _pieces(shape: Shape, network: UNet, level: int, cell: int) -> Iterator[tuple[slice, bool]]:
     """Ranges of slices of a level's input, ``cell`` of them to a sample; and whether it is the last.
 
     The first is thick enough for all convolutions to give something.
     """
-    _, nx, ny, depth = x.shape
+    depth, ny, nx = shape
     samples = PIECE_VOXELS // NARROWER**level // cell_of(network.config, level) ** 3 // (nx * ny // cell**2)
     lag = convolutions_of(network.config) + (level == 0)
     length = cell * 2 * -(-max(THINNEST_PIECE, lag + 2, samples) // 2)
@@ -95,8 +120,22 @@ def _pieces(x: Image, network: UNet, level: int, cell: int) -> Iterator[tuple[sl
         yield slice(start, min(start + length, depth)), start + length >= depth
 
 
+def _slices_of(x: Tensor) -> Slices:
+    return lambda z: x[:, :, z]
+
+
+def _shape_of(x: Tensor) -> Shape:
+    depth, ny, nx = x.shape[2:]
+    return depth, ny, nx
+
+
 def _channels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last_3d)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """A copy of slices one after the other; one part without slices, and torch would not put the channels last."""
+    return torch.cat([part for part in parts if part.shape[2]], dim=2)
 
 
 class _Window:
@@ -106,9 +145,9 @@ class _Window:
         self.seen: Tensor | None = None
 
     def __call__(self, x: Tensor, last: bool) -> Tensor:
-        edge = torch.zeros_like(x[..., :1])
-        x = torch.cat([edge if self.seen is None else self.seen, x, *([edge] if last else [])], dim=4)
-        self.seen = x[..., -2:].clone()
+        edge = torch.zeros_like(x[:, :, :1])
+        x = _joined([edge if self.seen is None else self.seen, x, *([edge] if last else [])])
+        self.seen = x[:, :, -2:].clone()
         return x
 
 
@@ -128,18 +167,18 @@ class _Block:
         result: Tensor
         if isinstance(block, ResidualBlock):
             y = second(block.first(first(x, last), relu=True, padding=FLAT), last)
-            result = block.second(y, plus=self._caught_up(x, y.shape[4] - 2), relu=True, padding=FLAT)
+            result = block.second(y, plus=self._caught_up(x, y.shape[2] - 2), relu=True, padding=FLAT)
         else:
             y = block.middle(first(block.reduce(x, relu=True), last), relu=True, padding=FLAT)
-            result = block.expand(y, plus=self._caught_up(x, y.shape[4]), relu=True)
+            result = block.expand(y, plus=self._caught_up(x, y.shape[2]), relu=True)
         return result
 
     def _caught_up(self, x: Tensor, depth: int) -> Tensor:
         """As many slices of the block's input, from where it has been used up."""
-        late = 0 if self.waiting is None else self.waiting.shape[4]
+        late = 0 if self.waiting is None else self.waiting.shape[2]
         waited = [] if self.waiting is None else [self.waiting]
-        self.waiting = x[..., depth - late :].clone()
-        return torch.cat([*waited, x[..., : depth - late]], dim=4)
+        self.waiting = x[:, :, depth - late :].clone()
+        return _joined([*waited, x[:, :, : depth - late]])
 
 
 class _Pairs:
@@ -150,10 +189,10 @@ class _Pairs:
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.waiting is not None:
-            x = torch.cat([self.waiting, x], dim=4)
-        even = x.shape[4] // 2 * 2
-        self.waiting = x[..., even:].clone()
-        return x[..., :even]
+            x = _joined([self.waiting, x])
+        even = x.shape[2] // 2 * 2
+        self.waiting = x[:, :, even:].clone()
+        return x[:, :, :even]
 
 
 class _Whole:
@@ -163,10 +202,11 @@ class _Whole:
         self.depth, self.channels_last, self.filled = depth, channels_last, 0
 
     def add(self, piece: Tensor) -> None:
-        """The next slices, (C, X, Y, z)."""
+        """The next slices, (1, C, z, Y, X)."""
+        one, channels, thickness, ny, nx = piece.shape
         if not self.filled:
-            shape = (1, *piece.shape[:3], self.depth)
+            shape = (one, channels, self.depth, ny, nx)
             order = torch.channels_last_3d if self.channels_last else torch.contiguous_format
-            self.tensor = torch.empty(shape, dtype=piece.dtype, device=piece.device, memory_format=order)[0]
-        self.tensor[..., self.filled : self.filled + piece.shape[3]] = piece
-        self.filled += piece.shape[3]
+            self.tensor = torch.empty(shape, dtype=piece.dtype, device=piece.device, memory_format=order)
+        self.tensor[:, :, self.filled : self.filled + thickness] = piece
+        self.filled += thickness

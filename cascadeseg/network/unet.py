@@ -16,6 +16,7 @@ from cascadeseg.network.blocks import (
     ResidualBlock,
     checkpointed,
     depth_to_space,
+    in_one_pass,
     space_to_depth,
 )
 
@@ -81,6 +82,7 @@ class UNet(nn.Module):
         super().__init__()
         self.config = config
         self.checkpoint_blocks = checkpoint_blocks
+        self.one_pass = False
         widths, cells = config.widths, 8 if config.stem == "space_to_depth" else 1
         self.stem = ConvNorm(config.in_channels * cells, widths[0], 3, config.norm)
         self.down = nn.ModuleList(ConvNorm(a, b, 2, config.norm, stride=2) for a, b in _pairs(widths))
@@ -144,15 +146,32 @@ class UNet(nn.Module):
 
     def headed(self, x: Tensor) -> Tensor:
         """Logits from the finest level's features."""
-        logits: Tensor = self.head(x)
+        head = self.head
+        logits: Tensor = in_one_pass(head, x, head.padding) if self.one_pass else head(x)
         return depth_to_space(logits) if self.config.stem == "space_to_depth" else logits
 
     def fold(self, one_pass: bool = False) -> None:
         """Folds every BatchNorm into its convolution; for inference only. See `ConvNorm.fold`."""
         self.eval()
+        self.one_pass = one_pass
         for module in self.modules():
             if isinstance(module, ConvNorm):
                 module.fold(one_pass)
+
+    def transpose(self) -> None:
+        """Makes it the same network for images whose axes come the other way round: (B, in_channels, Z, Y, X).
+
+        So slices lie one behind the other in memory, and a few of them can be taken without a copy (`streams`).
+        """
+        for module in self.modules():
+            if isinstance(module, nn.Conv3d):
+                module.weight.data = module.weight.data.transpose(2, 4).contiguous()
+        if self.config.stem == "space_to_depth":
+            stem, head = self.stem.convolution, self.head
+            stem.weight.data = _cells_transposed(stem.weight.data, dim=1)
+            head.weight.data = _cells_transposed(head.weight.data, dim=0)
+            if head.bias is not None:
+                head.bias.data = _cells_transposed(head.bias.data, dim=0)
 
     def _through(self, blocks: nn.Module, x: Tensor) -> Tensor:
         for block in blocks.children():
@@ -167,6 +186,12 @@ def _blocks(width: int, config: UNetConfig) -> nn.Sequential:
         return BottleneckBlock(width, config.norm, config.bottleneck_ratio)
 
     return nn.Sequential(*(block() for _ in range(config.blocks)))
+
+
+def _cells_transposed(weights: Tensor, dim: int) -> Tensor:
+    """Channels made of 2x2x2 cells (`space_to_depth`), for cells whose axes come the other way round."""
+    before, after = weights.shape[:dim], weights.shape[dim + 1 :]
+    return weights.reshape(*before, -1, 2, 2, 2, *after).transpose(dim + 1, dim + 3).reshape(weights.shape)
 
 
 def _pairs(widths: tuple[int, ...]) -> list[tuple[int, int]]:

@@ -95,20 +95,41 @@ def test_sums_and_relu_in_the_convolutions_pass_change_nothing(config, size):
     assert torch.allclose(network(image), before, atol=1e-4)
 
 
+@pytest.mark.parametrize("config", [SMALL, replace(SMALL, block="residual", blocks=2)])
+def test_every_convolution_of_an_engine_is_onednns(monkeypatch, config):
+    if not has_one_pass(torch.float32):
+        pytest.skip("no oneDNN")
+    engine = Engine(stage_of(View(1.0, prior=True), trained(config)), CPU, "fp32")
+    image = torch.randn(2, 16, 24, 200)
+    before = engine(image)
+    monkeypatch.setattr(torch.nn.functional, "conv3d", not_there)
+    assert torch.equal(engine(image), before)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@torch.inference_mode()
+def test_a_transposed_network_does_the_same_to_transposed_images(config):
+    network, image = trained(config), torch.randn(2, 2, 8, 16, 24)
+    before = network(image)
+    network.transpose()
+    assert not torch.allclose(network(image), before, atol=1e-2)
+    assert torch.allclose(network(image.transpose(2, 4)).transpose(2, 4), before, atol=1e-4)
+
+
 def test_trying_it_out_leaves_random_numbers_alone():
     state = torch.get_rng_state()
     has_one_pass.__wrapped__(torch.float32)
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def not_there(*_: object) -> NoReturn:
+def not_there(*_: object, **__: object) -> NoReturn:
     raise AttributeError("no _convolution_pointwise")
 
 
 def test_without_onednns_operations_torchs_own_are_used(monkeypatch):
     stage, image = stage_of(View(1.0), trained(replace(SMALL, in_channels=1))), torch.randn(1, 16, 16, 16)
     before = Engine(stage, CPU, "fp32")(image)
-    monkeypatch.setattr(blocks, "_in_one_pass", not_there)
+    monkeypatch.setattr(blocks, "in_one_pass", not_there)
     has_one_pass.cache_clear()
     try:
         assert not has_one_pass(torch.float32)
@@ -145,6 +166,14 @@ def test_deep_supervision_returns_every_level_while_training_only():
 def test_an_engine_takes_any_size(shape):
     engine = Engine(stage_of(View(1.0, prior=True), trained(SMALL)), CPU, "fp32")
     assert engine(torch.randn(2, *shape)).shape == (1, *shape)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@torch.inference_mode()
+def test_an_engine_gives_its_networks_logits(config):
+    network, image = trained(config), torch.randn(2, 16, 24, 40)
+    before = network(image[None])[0]
+    assert torch.allclose(Engine(stage_of(View(1.0, prior=True), network), CPU, "fp32")(image), before, atol=1e-4)
 
 
 def test_padding_is_zeros_at_the_far_ends():
