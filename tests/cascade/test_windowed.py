@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cascadeseg.cascade import windowed
-from cascadeseg.cascade.windowed import restored
+from cascadeseg.cascade.windowed import hidden_share, restored
 from cascadeseg.formats import Scan, scan_of
 from cascadeseg.geometry import Box, Grid
 from tests.formats.volumes import ct_values
@@ -51,6 +51,17 @@ def test_a_scan_with_all_its_values_is_left_alone():
     assert restored(scan) is scan
 
 
+def test_gas_below_the_lungs_comes_back_as_air():
+    values = body()
+    values[10:54, 20:44, :12] = 40
+    values[30:38, 30:38, 3:8] = -1000
+    scan = seen(values, *TISSUE_WINDOW)
+    assert (scan.hu()[32:36, 32:36, 4:7] == -1000).all()
+    assert (scan.hu()[20, 32, 16:38] == -850).all()
+    upside_down = seen(values[..., ::-1], *TISSUE_WINDOW)
+    assert (upside_down.hu()[32:36, 32:36, 33:36] == -850).all(), "above the lungs there is no bowel"
+
+
 def test_fat_that_noise_takes_below_the_window_stays_fat():
     values = body() + np.random.default_rng(0).normal(0, 50, SHAPE)
     x, y = np.meshgrid(*[np.linspace(-1, 1, n) for n in SHAPE[:2]], indexing="ij")
@@ -64,6 +75,17 @@ def test_lungs_that_are_cut_by_the_side_of_the_scan_come_back():
     cut = Scan(values[box.slices].clip(*TISSUE_WINDOW), GRID.cropped(box), floor_hu=-160.0)
     assert (cut.grid.shape[0] - 1, 32, 20) == (23, 32, 20)
     assert (restored(cut).hu()[-3:, 28:36] == -850).all()
+
+
+def test_how_much_of_a_mask_was_cut_off():
+    values, box = body(), Box((8, 8, 4), (56, 56, 36))
+    lungs = values[box.slices] < -400
+    scan = scan_of(values.clip(*TISSUE_WINDOW), GRID.affine)
+    assert hidden_share(scan, lungs, box) == 1
+    more = lungs | (np.arange(48)[:, None, None] < 24)
+    assert hidden_share(scan, more, box) == pytest.approx(lungs.sum() / more.sum())
+    assert hidden_share(scan, np.zeros_like(lungs), box) == 0
+    assert hidden_share(scan_of(values, GRID.affine), lungs, box) == 0
 
 
 @pytest.mark.parametrize("layers", [1, 7, 64])
