@@ -29,6 +29,8 @@ FEW_SLICES = 10
 PADDING_BELOW_HU = -1100.0
 PADDING_SHARE = 0.005
 PADDING_APART_HU = 300.0
+LUNGS_SEEN_HU = -900.0
+"""Of what a window cuts off above it some is lung."""
 FAT_HU = -120.0
 """Where fat, too, is cut off nobody can tell it from lung."""
 UNSURE = "the mask may be wrong"
@@ -118,7 +120,7 @@ def cut_off_hu(values: Values) -> float | None:
         values: HU, all but those lower than air.
     """
     low = float(values.min())
-    return low if low > -900 and _share(values, low, low + 0.5) > 0.05 else None
+    return low if low > LUNGS_SEEN_HU and _share(values, low, low + 0.5) > 0.05 else None
 
 
 def _spacing_oddities(grid: Grid) -> list[str]:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor
 
 from cascadeseg.cascade.resample import axis_weights, windows_of
+from cascadeseg.formats.doctor import LUNGS_SEEN_HU
 from cascadeseg.labels import IGNORE, LEFT_LUNG, RIGHT_LUNG
 from cascadeseg.training.config import TrainingConfig
 
@@ -240,9 +241,9 @@ def _recoloured(x: Tensor, config: TrainingConfig, random: Generator) -> Tensor:
 
 
 def _display_window(random: Generator) -> tuple[float, float]:
-    """HU between which a scan may have been clipped with its lungs still to be seen."""
+    """HU between which a scan may have been clipped with its lungs still to be seen; what hides them is put back."""
     low, high = torch.rand(2, generator=random).tolist()
-    return -1000 + 500 * low, 100 + 500 * high
+    return -1000 + (LUNGS_SEEN_HU + 1000) * low, 100 + 500 * high
 
 
 def _noise(image: Tensor, random: Generator) -> Tensor:

@@ -89,7 +89,8 @@ class AugmentationConfig:
         low_resolution: probability that an axis is averaged into thick slices and interpolated back.
         thickest_mm: of those slices; the thinnest has the image's own spacing.
         window: probability that a patch is clipped to the window of a display, as some data sets were when they were
-            saved: from -1000 to -500 HU, where air looks like lung, up to 100 to 600 HU.
+            saved: from -1000 to -900 HU up to 100 to 600 HU. Of higher floors the networks see nothing, as what they
+            hide is put back before (`cascade.windowed`).
         prior: stage 2: probability that stage 1's opinion is damaged (bites taken out, then blurred).
     """
 
