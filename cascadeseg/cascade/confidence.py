@@ -68,7 +68,6 @@ class Signs:
         odd_tissue: how far the median around the mask lies outside what tissue has, in units of 100 HU.
         odd_volume: logarithm of the factor by which the volume lies outside what lungs have.
         shorter: logarithm of how many times as tall the other lung is, beyond what is usual; 0 for a single lung.
-        hidden: share of the mask whose HU a window cut off.
     """
 
     disagreement: float
@@ -83,7 +82,6 @@ class Signs:
     odd_tissue: float
     odd_volume: float
     shorter: float = 0.0
-    hidden: float = 0.0
 
 
 NOTABLE: Mapping[str, tuple[float, str]] = {
@@ -99,7 +97,6 @@ NOTABLE: Mapping[str, tuple[float, str]] = {
     "odd_tissue": (0.3, "what surrounds it has not the HU of a body"),
     "odd_volume": (0.1, "its volume is not that of a lung"),
     "shorter": (0.2, "it is much shorter than the other lung"),
-    "hidden": (0.5, "a window cut off what can be seen in it"),
 }
 """By sign: from where on it is worth telling, and the words for it."""
 

@@ -212,11 +212,18 @@ def _is_odd(boxes: list[tuple[slice, slice, slice]]) -> bool:
     return len(boxes) > 2 or (len(boxes) == 2 and max(y.start for _, y, _ in boxes) >= min(y.stop for _, y, _ in boxes))
 
 
-def _parts(mask: Mask, weight: Field) -> _Parts:
+def components(mask: Mask, connectivity: int = 26) -> npt.NDArray[np.unsignedinteger]:
+    """(X, Y, Z) the number of each voxel's component, 0 outside the mask."""
+    numbers: npt.NDArray[np.unsignedinteger]
     if min(mask.shape) > 1:
-        numbers = cc3d.connected_components(mask, connectivity=26)
+        numbers = cc3d.connected_components(mask, connectivity=connectivity)
     else:  # of a single layer cc3d expects fewer components than there may be, and fails
-        numbers = cc3d.connected_components(np.pad(mask, 1), connectivity=26)[1:-1, 1:-1, 1:-1]
+        numbers = cc3d.connected_components(np.pad(mask, 1), connectivity=connectivity)[1:-1, 1:-1, 1:-1]
+    return numbers
+
+
+def _parts(mask: Mask, weight: Field) -> _Parts:
+    numbers = components(mask)
     where = cc3d.statistics(numbers)
     # As they lie in memory: in any other order each would be copied.
     mass = np.bincount(numbers.ravel(order="F"), weights=weight.ravel(order="F")).astype(np.float64)

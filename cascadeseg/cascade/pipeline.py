@@ -27,7 +27,7 @@ from cascadeseg.cascade.locate import Coarse, locate
 from cascadeseg.cascade.merge import Labels, box_on, merge
 from cascadeseg.cascade.plan import Plan, plan
 from cascadeseg.cascade.refine import Refined, refine
-from cascadeseg.cascade.windowed import hidden_share, restored
+from cascadeseg.cascade.windowed import restored
 from cascadeseg.errors import ModelError, ScanError
 from cascadeseg.formats import read_scan, scan_of
 from cascadeseg.formats.scan import Before, Scan
@@ -293,20 +293,19 @@ def _result(scan: Scan, labels: Labels, label: Label, refined: Refined | None, t
         return LungResult(label, 0.0, 0.0, None, (), 0, None)
     grid = scan.grid.canonical()
     box = box_on(refined, grid)
-    canonical, view = scan.canonical(), canonical_view(labels, scan.grid)
+    view = canonical_view(labels, scan.grid)
     mask = view[box.slices] == label.value
-    signs = signs_of(traces.seen, view, refined, traces.coarse)
     crop = refined.lung.grid.cropped(refined.lung.box)
     corners = crop.world([(-0.5, -0.5, -0.5), [n - 0.5 for n in crop.shape]])
     return LungResult(
         label=label,
         volume_ml=float(np.count_nonzero(mask)) * grid.voxel_volume_ml,
         height_mm=_height_mm(mask, grid),
-        mean_hu=_mean_hu(canonical, mask, box),
+        mean_hu=_mean_hu(scan.canonical(), mask, box),
         touches=_touches(mask, box, grid.shape),
         regrown=refined.lung.regrown,
         box_mm=(tuple(corners.min(axis=0).round(1)), tuple(corners.max(axis=0).round(1))),
-        signs=signs and replace(signs, hidden=hidden_share(canonical, mask, box)),
+        signs=signs_of(traces.seen, view, refined, traces.coarse),
     )
 
 

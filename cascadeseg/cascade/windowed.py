@@ -15,7 +15,7 @@ import cc3d
 import numpy as np
 import numpy.typing as npt
 
-from cascadeseg.cascade.crop import TISSUE_HU, between_walls
+from cascadeseg.cascade.crop import TISSUE_HU, between_walls, components
 from cascadeseg.cascade.locate import LAYERS, sampled_hu
 from cascadeseg.formats.scan import Scan
 from cascadeseg.geometry import Box
@@ -75,7 +75,7 @@ def _lung_like(hu: npt.NDArray[np.floating[Any]], floor: float) -> Mask:
     """
     behind, before = between_walls(hu > max(TISSUE_HU, floor + 1))
     inside: Mask = behind & before
-    parts = cc3d.connected_components(inside & (hu < floor + 1), connectivity=6)
+    parts = components(inside & (hu < floor + 1), connectivity=6)
     found = cc3d.statistics(parts)
     volume, height = found["voxel_counts"][1:], found["centroids"][1:, 2]
     if len(volume) == 0:
@@ -83,26 +83,6 @@ def _lung_like(hu: npt.NDArray[np.floating[Any]], floor: float) -> Mask:
     gas = (volume < APART_SHARE * volume.max()) & (height < height[volume.argmax()])
     inside &= ~np.concatenate([[False], gas])[parts]
     return inside
-
-
-def hidden_share(scan: Scan, mask: Mask, box: Box) -> float:
-    """Of the voxels of a mask, how many a window cut off.
-
-    Args:
-        scan: in canonical orientation.
-        mask: (X, Y, Z) of a box of the scan.
-        box: where it lies.
-    """
-    floor, count = scan.floor_hu, int(np.count_nonzero(mask))
-    if floor is None or count == 0:
-        return 0.0
-    (x0, y0, z0), (x1, y1, z1) = box.start, box.stop
-    hidden = 0
-    for start in range(z0, z1, LAYERS):
-        stop = min(start + LAYERS, z1)
-        cut_off = scan.hu(Box((x0, y0, start), (x1, y1, stop))) < floor + 1
-        hidden += int(np.count_nonzero(cut_off & mask[..., start - z0 : stop - z0]))
-    return hidden / count
 
 
 def restored_mb(scan: Scan) -> float:
