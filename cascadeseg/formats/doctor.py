@@ -2,9 +2,8 @@
 
 It looks at about a hundred thousand voxels on a coarse lattice (all of them only for NaN, which a lattice would
 miss), says what is odd in a line each, and repairs what has one cause only: a known offset is undone in the
-intercept, signed values read as unsigned are read again. Values
-that a window cut off are told, for the cascade to put something in their place. It changes no voxel and refuses
-nothing.
+intercept, signed values read as unsigned are read again. Where a window cut off low values it notes the HU, for the
+cascade to put something in their place. It changes no voxel and refuses nothing.
 
 What makes values HU: a CT of any part of the body holds soft tissue near +40, fat near -100 and, outside the body or
 in lungs and bowel, air near -1000. So the rules look for where the low values end and where the bulk lies, never
@@ -119,7 +118,7 @@ def cut_off_hu(values: Values) -> float | None:
     Args:
         values: HU, all but those lower than air.
     """
-    low = float(values.min())
+    low = float(values.min(initial=np.inf))
     return low if low > LUNGS_SEEN_HU and _share(values, low, low + 0.5) > 0.05 else None
 
 

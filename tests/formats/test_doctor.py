@@ -119,6 +119,11 @@ def test_values_that_cannot_be_hu(values: np.ndarray, words: str) -> None:
     assert re.search(words, warning)
 
 
+def test_values_that_are_all_lower_than_air() -> None:
+    scan = checked(chest() // 2 - 2000)
+    assert scan.floor_hu is None
+
+
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize(("low", "floor"), [(-160, -160), (-600, -600), (-880, -880), (-100, None), (-950, None)])
 def test_where_a_window_cut_values_off(low: int, floor: int | None, padded: bool) -> None:
