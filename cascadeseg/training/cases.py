@@ -20,6 +20,7 @@ from cascadeseg.cascade.crop import MARGIN_MM, LungBox, crop_lungs, settle_sides
 from cascadeseg.cascade.locate import Coarse, coarse_grid, locate
 from cascadeseg.cascade.refine import lung_image, mirrored
 from cascadeseg.cascade.resample import resample_scan, resample_volume
+from cascadeseg.cascade.windowed import restored
 from cascadeseg.formats.scan import Scan
 from cascadeseg.geometry import Grid, canonical_view
 from cascadeseg.labels import BACKGROUND, IGNORE, LEFT_LUNG, LUNGS, RIGHT_LUNG, Label
@@ -143,7 +144,7 @@ class FilePatient:
     def _opened(self) -> tuple[Scan, LabelMap]:
         scan, labels, grid = scan_and_labels(self.case)
         turned = canonical_view(labels, grid)
-        return scan.canonical(), np.asarray(turned, dtype=np.uint8)
+        return restored(scan.canonical()), np.asarray(turned, dtype=np.uint8)
 
 
 def prepare(patient: Patient, config: TrainingConfig, locator: Engine | None) -> list[Prepared]:

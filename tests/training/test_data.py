@@ -19,9 +19,10 @@ from cascadeseg.cascade.crop import crop_lungs
 from cascadeseg.cascade.locate import coarse_grid
 from cascadeseg.cascade.refine import lung_image
 from cascadeseg.cascade.resample import resample_scan
+from cascadeseg.cascade.windowed import restored
 from cascadeseg.cli import main
 from cascadeseg.errors import ConfigError
-from cascadeseg.formats import read_labels, read_scan, write_labels
+from cascadeseg.formats import read_labels, read_scan, write_labels, write_scan
 from cascadeseg.labels import IGNORE, LEFT_LUNG, LUNGS, RIGHT_LUNG
 from cascadeseg.network import View, load_model
 from cascadeseg.training import cache as caching
@@ -222,6 +223,17 @@ def test_a_cached_case_is_what_inference_sees(folder, cache, tmp_path):
     seen = lung_image(scan, None, LUNGS[0], grid, View(6.0), torch.device("cpu"))
     assert torch.equal(torch.from_numpy(np.array(image)), seen.half())
     assert dice(np.asarray(labels), truth(grid), 1) > 0.95
+
+
+def test_of_a_windowed_scan_training_sees_what_inference_sees(folder, tmp_path):
+    root = shutil.copytree(folder, tmp_path / "windowed")
+    for image in (root / "imagesTr").iterdir():
+        scan = read_scan(image)
+        write_scan(scan.voxels.clip(-160, 240), scan.grid, image)
+    (patient, *_), _ = patients_of(stage1(root), tmp_path / "split.json")
+    scan, labels = patient.whole(6.0)
+    assert np.array_equal(scan.voxels, restored(read_scan(patient.case.entry.image).canonical()).voxels)
+    assert np.median(scan.hu()[labels > 0]) == -850
 
 
 def test_a_crop_of_stage_2_is_what_the_refiner_sees(folder, tmp_path, monkeypatch):
