@@ -73,7 +73,6 @@ def test_fat_that_noise_takes_below_the_window_stays_fat():
 def test_lungs_that_are_cut_by_the_side_of_the_scan_come_back():
     values, box = body(), Box((0, 0, 0), (24, 64, 40))
     cut = Scan(values[box.slices].clip(*TISSUE_WINDOW), GRID.cropped(box), floor_hu=-160.0)
-    assert (cut.grid.shape[0] - 1, 32, 20) == (23, 32, 20)
     assert (restored(cut).hu()[-3:, 28:36] == -850).all()
 
 
