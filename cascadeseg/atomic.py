@@ -29,12 +29,12 @@ def replace_file(path: str | Path, write: Callable[[Path], object]) -> None:
 
 
 def replace_text(path: str | Path, text: str) -> None:
-    """Writes a text file in UTF-8, whole or not at all.
+    """Writes a text file in UTF-8, whole or not at all; what a file's name has that is no UTF-8 is escaped.
 
     Raises:
         OutputError: it could not be written.
     """
-    replace_file(path, lambda part: part.write_text(text, encoding="utf-8"))
+    replace_file(path, lambda part: part.write_text(text, encoding="utf-8", errors="backslashreplace"))
 
 
 @contextmanager

@@ -304,8 +304,8 @@ def read(path: Path, options: argparse.Namespace, load: Loader | None = None) ->
 
 def write_results(job: Job, result: Segmentation, seconds: dict[str, float]) -> None:
     """Writes the mask, the picture and the report; adds the segmentation's and its own times to ``seconds``."""
+    from cascadeseg.atomic import replace_file, replace_text
     from cascadeseg.formats import write_labels
-    from cascadeseg.outputs import write_file
 
     seconds |= {step: value for step, value in result.seconds.items() if step not in seconds}
     with timed(seconds, "write"):
@@ -315,13 +315,14 @@ def write_results(job: Job, result: Segmentation, seconds: dict[str, float]) -> 
 
         with timed(seconds, "preview"):
             title = f"{job.scan.name}:  {_volumes(result)}"
-            write_file(job.preview, preview_png(result.scan, result.labels, title))
+            picture = preview_png(result.scan, result.labels, title)
+            replace_file(job.preview, lambda part: part.write_bytes(picture))
     if job.report is not None:
         from cascadeseg.evaluation.report import report_json
 
         kinds = {"labels": job.labels, "preview": job.preview, "report": job.report}
         written = {kind: path for kind, path in kinds.items() if path is not None}
-        write_file(job.report, report_json(result, written, seconds))
+        replace_text(job.report, report_json(result, written, seconds))
 
 
 def summary(job: Job, result: Segmentation, seconds: dict[str, float]) -> str:
@@ -367,14 +368,17 @@ def geometry(scan: Scan) -> str:
 
 def _tell_failure(job: Job, error: Exception, options: argparse.Namespace) -> str:
     """One line about a scan that failed, which is told and given back."""
-    line = in_one_line(error)
-    if line is None:
-        line = f"{job.scan}: failed with {type(error).__name__}: {' '.join(str(error).split())}"
-        line += "; this is a fault of cascadeseg, please report it with the output of --verbose"
+    line = in_one_line(error) or own_fault(job.scan, error) + " with the output of --verbose"
     if options.verbose:
         traceback.print_exception(error)
     complain(line)
     return line
+
+
+def own_fault(scan: Path, error: Exception) -> str:
+    """A line about a scan that failed for no fault of the user's."""
+    what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return f"{scan}: failed with {what}; this is a fault of cascadeseg, please report it"
 
 
 @contextmanager

@@ -316,8 +316,7 @@ class _Table:
     def __init__(self, path: Path, options: argparse.Namespace) -> None:
         from cascadeseg.evaluation.report import read_table
 
-        if path.suffix.lower() != ".csv":  # a scan taken for the option's value is not overwritten
-            raise ConfigError(f"--csv {path}", "the table's name", "a name that ends in .csv")
+        _refuse_other_suffix("--csv", path)
         if path.exists() and not (options.force or options.resume):
             raise OutputError(
                 path, "exists", remedy="overwrite with --force, go on with --resume, or choose another name"
@@ -334,6 +333,13 @@ class _Table:
 
         self.rows[row["scan"]] = row
         replace_text(self.path, table_csv(self.rows.values()))
+
+
+def _refuse_other_suffix(option: str, table: Path) -> None:
+    """Of ``--csv`` and ``--json``: a scan or a mask taken for the option's value is not overwritten."""
+    suffix = option.replace("--", ".")
+    if table.suffix.lower() != suffix:
+        raise ConfigError(f"{option} {table}", "the table's name", f"a name that ends in {suffix}")
 
 
 def _batch_result(failed: int, total: int, several: bool) -> int:
@@ -358,9 +364,9 @@ def _run_check(options: argparse.Namespace) -> int:
     for scan in found:
         try:
             say(_examined(scan.scan, batch.read(scan.scan, options)))
-        except CascadesegError as error:
+        except Exception as error:
             failed += 1
-            complain(str(error))
+            complain(in_one_line(error) or batch.own_fault(scan.scan, error))
     total = len(found) + len(failures)
     return _batch_result(failed, total, total > 1)
 
@@ -397,16 +403,20 @@ def _finite_ends(values: Any) -> list[float]:
 
 
 def _run_evaluate(options: argparse.Namespace) -> int:
+    from cascadeseg.atomic import replace_text
     from cascadeseg.evaluation import tables
     from cascadeseg.evaluation.cases import pair, score
-    from cascadeseg.outputs import check_place, write_file
+    from cascadeseg.outputs import check_place
 
-    files = [Path(name) for name in (options.json, options.csv) if name]
-    for file in files:
-        check_place(file)
-    pairs, unpaired = pair(Path(options.prediction), Path(options.reference))
+    for option, name in (("--json", options.json), ("--csv", options.csv)):
+        if name:
+            _refuse_other_suffix(option, Path(name))
+            check_place(Path(name))
+    pairs, unpaired, others = pair(Path(options.prediction), Path(options.reference))
     for path in unpaired:
         complain(f"{path}: no prediction of this name in {options.prediction}")
+    for path in others:
+        complain(f"{path}: not scored: no reference of this name in {options.reference}")
     cases: list[Case] = []
     failed = len(unpaired)
     for prediction, reference in pairs:
@@ -419,7 +429,7 @@ def _run_evaluate(options: argparse.Namespace) -> int:
         say(tables.as_text(cases).rstrip())
         for name, text in ((options.json, tables.as_json), (options.csv, tables.as_csv)):
             if name:
-                write_file(Path(name), text(cases))
+                replace_text(Path(name), text(cases))
     total = len(pairs) + len(unpaired)
     return _batch_result(failed, total, total > 1)
 
@@ -530,11 +540,12 @@ def _shipped_recipe(stage: int, preset: str | None = None) -> Path:
 
 
 def _run_demo(options: argparse.Namespace) -> int:
+    from cascadeseg.atomic import replace_text
     from cascadeseg.demo import DemoFiles, make_scan
     from cascadeseg.evaluation import tables
     from cascadeseg.evaluation.cases import score
     from cascadeseg.formats import read_scan
-    from cascadeseg.outputs import check_place, make_folder, write_file
+    from cascadeseg.outputs import check_place, make_folder
 
     _check_device(options.device)
     batch.set_up_libraries()
@@ -555,7 +566,7 @@ def _run_demo(options: argparse.Namespace) -> int:
     for warning in result.warnings:
         complain(f"{files.scan}: warning: {warning}")
     case = score(files.job.labels, files.reference)
-    write_file(files.table, tables.as_json([case]))
+    replace_text(files.table, tables.as_json([case]))
     if not options.quiet:
         say(batch.summary(files.job, result, seconds))
         if options.verbose:

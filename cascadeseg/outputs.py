@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cascadeseg.atomic import replace_file, staged
-from cascadeseg.errors import CascadesegError, ConfigError, OutputError
+from cascadeseg.atomic import staged
+from cascadeseg.errors import CascadesegError, ConfigError, OutputError, ScanError
 from cascadeseg.formats import MASK_SUFFIXES, check_writable, find_scans, stem_of, suffix_of
 
 ENDING = "_lungs"
@@ -80,6 +80,8 @@ def find(arguments: Sequence[str]) -> tuple[list[Found], list[CascadesegError]]:
     for argument in arguments:
         path = Path(argument)
         try:
+            if not argument:  # to Path it is the current folder
+                raise ScanError("''", "an empty name", "a scan or a folder of scans", "see what the shell put in")
             scans = find_scans(path)
         except CascadesegError as error:
             failures.append(error)
@@ -192,15 +194,24 @@ def _side_file(wish: str | None, option: str, beside: Path) -> Path | None:
 
 
 def _refuse_clashes(jobs: Sequence[Job]) -> None:
-    taken = Counter(path.absolute() for job in jobs for path in job.outputs)
+    scans = {place for job in jobs for place in (_place(job.scan), job.scan.resolve())}
+    taken = Counter(_place(path) for job in jobs for path in job.outputs)
     for job in jobs:
         for path in job.outputs:
-            if path.absolute() == job.scan.absolute():
+            if _place(path) in (_place(job.scan), job.scan.resolve()):
                 raise OutputError(path, "the scan itself", "another name")
-            if taken[path.absolute()] > 1:
-                sharers = [str(other.scan) for other in jobs if path in other.outputs]
+            if _place(path) in scans:
+                remedy = "leave that scan out, or choose another place with -o"
+                raise OutputError(path, f"the result of {job.scan}, and a scan as well", "", remedy)
+            if taken[_place(path)] > 1:
+                sharers = [str(other.scan) for other in jobs if _place(path) in map(_place, other.outputs)]
                 found = f"the result of {' and of '.join(sharers[:2])}"
                 raise OutputError(path, found, "one scan for each result", "segment them one by one, each with -o")
+
+
+def _place(path: Path) -> Path:
+    """Where a file is written, however its folder is called; what lies there may be a link, which is replaced."""
+    return path.parent.resolve() / path.name
 
 
 def _is_done(job: Job, wishes: Wishes) -> bool:
@@ -216,22 +227,8 @@ def _refuse_overwriting(job: Job, force: bool) -> None:
         )
 
 
-def write_file(path: Path, content: bytes | str) -> None:
-    """Writes a whole file or none; text is UTF-8.
-
-    Raises:
-        OutputError: it could not be written.
-    """
-    data = content.encode("utf-8") if isinstance(content, str) else content
-
-    def write(part: Path) -> None:
-        part.write_bytes(data)
-
-    replace_file(path, write)
-
-
 def check_place(path: Path) -> None:
-    """Raises OutputError if `write_file` could not write here; meant to be called before any work is done."""
+    """Raises OutputError if nothing could be written here; meant to be called before any work is done."""
     with staged(path):
         pass
 

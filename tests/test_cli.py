@@ -23,7 +23,7 @@ import pytest
 from PIL import Image
 
 import cascadeseg
-from cascadeseg import cli
+from cascadeseg import batch, cli
 from cascadeseg.cascade import pipeline
 from cascadeseg.cascade.pipeline import LungResult, Segmentation
 from cascadeseg.errors import DeviceError, ModelError
@@ -691,6 +691,13 @@ def test_outputs_are_refused_before_any_work(tmp_path: Path, refused: Refused, m
     refused(["infer", scan, "-o", "m.txt"], "m.txt: unknown suffix '.txt'; expected a name that ends in .nii.gz")
     refused(["infer", scan, "-o", "m.nii.gz", "--format", "mha"], "--format mha: the output is to be m.nii.gz")
     refused(["infer", scan, "-o", scan, "--force"], "a.nii.gz: the scan itself; expected another name")
+    (tmp_path / "link").symlink_to(tmp_path, target_is_directory=True)
+    (tmp_path / "alias.nii.gz").symlink_to(scan)
+    for same in ("link/a.nii.gz", f"{tmp_path}/../{tmp_path.name}/a.nii.gz"):
+        refused(["infer", scan, "-o", same, "--force"], "a.nii.gz: the scan itself; expected another name")
+    refused(["infer", "alias.nii.gz", "-o", scan, "--force"], "a.nii.gz: the scan itself; expected another name")
+    refused(["infer", scan, "a_lungs.nii.gz", "--force"], "a_lungs.nii.gz: the result of", "and a scan as well; leave")
+    refused(["infer", ""], "'': an empty name; expected a scan or a folder of scans")
     refused(["infer", scan, "-o", "out.json/"], "out.json: a file; expected a folder")
     refused(["infer", scan, "-o", "m.nii.gz", "--report", "no/r.json"], "r.json: the folder no does not exist")
     twin = make_scan(tmp_path / "elsewhere" / "a.nii.gz")
@@ -755,6 +762,34 @@ def test_check_refuses_what_infer_refuses(tmp_path: Path, capsys: pytest.Capture
     assert "good.nii.gz: usable" in capsys.readouterr().out
 
 
+def test_check_goes_on_after_a_fault_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scans = [make_scan(tmp_path / f"{name}.nii.gz") for name in ("fault", "good")]
+    read = batch.read
+
+    def faulty(path: Path, *rest: Any) -> Scan:
+        if path.name == "fault.nii.gz":
+            raise ZeroDivisionError("by none")
+        return read(path, *rest)
+
+    monkeypatch.setattr(batch, "read", faulty)
+    assert run("check", *scans) == 3
+    out, err = capsys.readouterr()
+    assert "good.nii.gz: usable" in out
+    assert "fault.nii.gz: failed with ZeroDivisionError: by none; this is a fault of cascadeseg" in err
+
+
+def test_names_that_are_no_utf_8(tmp_path: Path) -> None:
+    scan = make_scan(tmp_path / "x.nii.gz").rename(tmp_path / os.fsdecode(b"Mu\xf1oz.nii.gz"))
+    other = make_scan(tmp_path / "z.nii.gz")
+    assert run("infer", scan, other, "--report", "--preview", "--csv", "t.csv") == 0
+    table = (tmp_path / "t.csv").read_text(encoding="utf-8")
+    assert "Mu\\udcf1oz.nii.gz" in table
+    mask = tmp_path / os.fsdecode(b"Mu\xf1oz_lungs.nii.gz")
+    assert run("evaluate", mask, mask, "--json", "e.json", "--csv", "e.csv") == 0
+
+
 def test_evaluate_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     scan = make_scan(tmp_path / "a.nii.gz")
     run("infer", scan, "--quiet")
@@ -779,6 +814,10 @@ def test_evaluate_two_folders_by_name(tmp_path: Path, capsys: pytest.CaptureFixt
     assert [line.split()[0] for line in out.splitlines() if "right" in line] == ["p1", "p2"]
     assert "p3.nii.gz: no prediction of this name" in err
     assert "1 of 3 scans failed" in err
+    for name in ("p2", "p3"):
+        (tmp_path / "ref" / f"{name}.nii.gz").unlink()
+    assert run("evaluate", tmp_path / "out", tmp_path / "ref") == 0
+    assert "p2_0000_lungs.nii.gz: not scored: no reference of this name in" in capsys.readouterr().err
 
 
 def test_evaluate_tells_scans_references_and_predictions_in_one_folder_apart(
@@ -811,6 +850,8 @@ def test_evaluate_refuses_in_one_line(tmp_path: Path, refused: Refused) -> None:
     refused(["evaluate", mask, other], "a_lungs.nii.gz: 24 x 20 x 16 voxels, not on the grid of")
     refused(["evaluate", mask, scan], "a.nii.gz: label -1000; expected 0 background, 1 right lung, 2 left lung")
     refused(["evaluate", mask, mask, "--csv", "no/s.csv"], "the folder no does not exist")
+    refused(["evaluate", mask, mask, "--csv", mask], "a_lungs.nii.gz: the table's name; expected a name that ends in")
+    refused(["evaluate", mask, mask, "--json", "s.csv"], "--json s.csv: the table's name; expected a name that ends in")
 
 
 # --------------------------------------------------------------------------------------------------- synth, train

@@ -19,8 +19,8 @@ GRID_TOLERANCE_MM = 0.1
 OUR_ENDING = "_lungs"
 
 
-def pair(prediction: Path, reference: Path) -> tuple[list[tuple[Path, Path]], list[Path]]:
-    """Predictions with their references, and references without a prediction.
+def pair(prediction: Path, reference: Path) -> tuple[list[tuple[Path, Path]], list[Path], list[Path]]:
+    """Predictions with their references, references without a prediction, and predictions without a reference.
 
     Args:
         prediction: a mask, or a folder of masks.
@@ -39,14 +39,15 @@ def pair(prediction: Path, reference: Path) -> tuple[list[tuple[Path, Path]], li
         file, folder = (reference, prediction) if prediction.is_dir() else (prediction, reference)
         raise ScanError(file, f"a file, and {folder} a folder", "two files or two folders")
     if not prediction.is_dir():
-        return [(prediction, reference)], []
+        return [(prediction, reference)], [], []
     predictions, references = _named(prediction, predicted=True), _named(reference, predicted=False)
     common = [name for name in references if name in predictions]
     if not common:
         found = f"none of its names is among those of {prediction}"
         raise ScanError(reference, found, "masks of the same names")
     missing = [path for name, path in references.items() if name not in predictions]
-    return [(predictions[name], references[name]) for name in common], missing
+    others = [path for name, path in predictions.items() if name not in references]
+    return [(predictions[name], references[name]) for name in common], missing, others
 
 
 def score(prediction: Path, reference: Path) -> Case:
