@@ -16,7 +16,7 @@ import SimpleITK
 
 from cascadeseg.errors import ScanError
 from cascadeseg.formats.memory import DEFLATE_LIMIT, refuse_oversized
-from cascadeseg.formats.metaimage import NO_PLACE, checked_header
+from cascadeseg.formats.metaimage import NO_PLACE, check_packing, checked_header
 from cascadeseg.formats.nifti import volume_shape
 from cascadeseg.formats.placement import LPS_TO_RAS, checked_grid, checked_spacing
 from cascadeseg.formats.scan import Before, Scan, hollow, nothing
@@ -88,6 +88,8 @@ def read_itk(path: Path, suffix: str, volume: int | None = None, before: Before 
             reader.SetExtractIndex([0, 0, 0, *map(int, np.unravel_index(index, rest, order="F"))])
         if IMAGE_IO[suffix] == "NrrdImageIO" and not reader.HasMetaDataKey("NRRD_space"):
             odd = (NO_PLACE,)
+        if IMAGE_IO[suffix] == "MetaImageIO":
+            check_packing(path)
         image = reader.Execute()
     except RuntimeError as problem:
         raise ScanError(path, f"not a readable {suffix[1:]} file ({_reason(problem)})") from problem

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import tracemalloc
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import nibabel
@@ -14,6 +16,7 @@ import SimpleITK
 from cascadeseg.errors import ScanError
 from cascadeseg.formats import memory as memory_of_the_machine
 from cascadeseg.formats import read_labels, read_scan, scan_of, write_scan
+from cascadeseg.formats.metaimage import check_packing
 from tests.formats.test_itk import itk_image
 from tests.formats.test_nifti import saved
 from tests.formats.volumes import SHAPE, affine_of, ct_values, oblique_grid
@@ -170,6 +173,104 @@ def test_damaged_itk_files(tmp_path: Path, suffix: str, capfd: pytest.CaptureFix
         data.unlink()
         assert "its data file scan.zraw is missing" in refusal(path)
     assert capfd.readouterr() == ("", "")
+
+
+METAIMAGE = (
+    "ObjectType = Image\nNDims = 3\nTransformMatrix = 1 0 0 0 1 0 0 0 1\nElementSpacing = 0.75 0.8 2.5\n"
+    "DimSize = 12 14 10\nElementType = MET_SHORT\n"
+)
+
+
+def packed_metaimage(path: Path, packed: bytes, fields: str = "") -> Path:
+    """A compressed MetaImage, its data behind the header or in a file of their own, as the suffix has it."""
+    local = path.suffix == ".mha"
+    header = METAIMAGE + "CompressedData = True\n" + fields + f"ElementDataFile = {'LOCAL' if local else 'scan.zraw'}\n"
+    path.write_bytes(header.encode() + (packed if local else b""))
+    if not local:
+        path.with_name("scan.zraw").write_bytes(packed)
+    return path
+
+
+@pytest.mark.parametrize("pack", [zlib.compress, gzip.compress])
+@pytest.mark.parametrize("suffix", [".mha", ".mhd"])
+def test_damaged_compressed_metaimages(
+    tmp_path: Path, suffix: str, pack: Callable[[bytes], bytes], capfd: pytest.CaptureFixture[str]
+) -> None:
+    voxels = ct_values().tobytes(order="F")
+    whole = pack(voxels)
+    path, size = tmp_path / f"scan{suffix}", f"CompressedDataSize = {len(whole)}\n"
+    assert np.array_equal(read_scan(packed_metaimage(path, whole, size)).voxels, ct_values())
+    named = " in scan.zraw" if suffix == ".mhd" else ""
+    for at in (0.3, 0.7, 0.95):
+        damaged = bytearray(whole)
+        damaged[int(len(whole) * at)] ^= 0x40
+        words = refusal(packed_metaimage(path, bytes(damaged), size))
+        assert f"damaged compressed data{named} (" in words or "cut short" in words
+    for length, promised in ((3360 + 2, 3360), (3360 - 2, 3360), (1 << 23, 3360)):
+        other = pack(voxels.ljust(length, b"-")[:length])
+        words = refusal(packed_metaimage(path, other, f"CompressedDataSize = {len(other)}\n"))
+        assert words.startswith(f": compressed data{named} of ")
+        assert f"{length:,} bytes; expected {promised:,}, as the header says" in words or length == 1 << 23
+    assert capfd.readouterr() == ("", "")
+
+
+def test_compressed_metaimages_that_do_not_say_their_size(tmp_path: Path) -> None:
+    whole = zlib.compress(ct_values().tobytes(order="F"))
+    assert np.array_equal(read_scan(packed_metaimage(tmp_path / "scan.mhd", whole)).voxels, ct_values())
+    words = refusal(packed_metaimage(tmp_path / "scan.mhd", whole[: len(whole) * 6 // 10]))
+    assert words.startswith(": scan.zraw is cut short (its compressed data end after ")
+    assert words.endswith(" of 3,360 bytes of voxels); copy or download it again")
+    words = refusal(packed_metaimage(tmp_path / "scan.mha", whole))
+    assert words.startswith(
+        ": compressed data without CompressedDataSize in the header; expected their number of bytes"
+    )
+    words = refusal(packed_metaimage(tmp_path / "scan.mhd", whole, "CompressedDataSize = -3\n"))
+    assert words == ": a damaged MetaImage header (CompressedDataSize = -3)"
+
+
+def test_compressed_data_are_unpacked_a_piece_at_a_time(tmp_path: Path) -> None:
+    header = METAIMAGE.replace("12 14 10", "512 512 60")
+    packed = zlib.compress(bytes(512 * 512 * 60 * 2))
+    header += f"CompressedData = True\nCompressedDataSize = {len(packed)}\nElementDataFile = LOCAL\n"
+    (tmp_path / "scan.mha").write_bytes(header.encode() + packed)
+    tracemalloc.start()
+    check_packing(tmp_path / "scan.mha")
+    assert tracemalloc.get_traced_memory()[1] < 20e6
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_metaimages_of_a_file_a_slice(tmp_path: Path, packed: bool) -> None:
+    for z, plane in enumerate(ct_values().transpose(2, 1, 0)):
+        content = plane.tobytes()
+        (tmp_path / f"s{z}.raw").write_bytes(zlib.compress(content) if packed else content)
+    header = METAIMAGE + f"CompressedData = {packed}\nElementDataFile = "
+    names = "".join(f"s{z}.raw\n" for z in range(10))
+    path = tmp_path / "scan.mhd"
+    for named in ("LIST\n" + names, "LIST 2D\n" + names + "\n", "LIST\n" + names.replace("\n", "\r\n")):
+        path.write_bytes((header + named).encode())
+        assert np.array_equal(read_scan(path).voxels, ct_values())
+    path.write_text(header + "s%d.raw 0 9 1\n")
+    assert np.array_equal(read_scan(path).voxels, ct_values())
+    for named, count in (
+        ("LIST\n" + names.removesuffix("s9.raw\n"), 9),
+        ("LIST\n" + names.removesuffix("\n"), 9),
+        ("LIST\n" + names + "s9.raw\n", 11),
+        ("s%d.raw 0 8 1\n", 9),
+    ):
+        path.write_text(header + named)
+        expected = "expected 10 by DimSize, in a list each with a line break behind it"
+        assert refusal(path) == f": {count} data files in the header; {expected}"
+    for named in ("s%d.raw 0 9", "s%d.raw 0 9 0", "s%d.raw", "s%d%d.raw 0 9 1"):
+        path.write_text(header + named + "\n")
+        expected = "expected a pattern with the first number, the last and the step"
+        assert refusal(path) == f": ElementDataFile = {named}; {expected}"
+    path.write_text(header + "LIST\n" + names)
+    whole = (tmp_path / "s4.raw").read_bytes()
+    (tmp_path / "s4.raw").write_bytes(whole[:-9])
+    assert refusal(path).startswith(": s4.raw is cut short (")
+    (tmp_path / "s4.raw").unlink()
+    assert refusal(path).startswith(": its data file s4.raw is missing")
 
 
 def test_a_sheared_mha(tmp_path: Path) -> None:
