@@ -153,6 +153,8 @@ def _data(path: Path, fields: dict[str, str], end: int) -> _Data:
 def _data_files(path: Path, named: str, size: list[int], end: int) -> tuple[list[Path], int]:
     """The data files of a header without local data, and how many of the axes lie in each."""
     words = named.split()
+    if not words:
+        raise ScanError(path, "ElementDataFile without a value", "LOCAL or the name of the data file")
     axes = len(size) - 1
     if named.startswith("LIST"):
         axes = int(words[1].upper().removesuffix("D")) if len(words) > 1 else axes

@@ -239,6 +239,13 @@ def test_compressed_data_are_unpacked_a_piece_at_a_time(tmp_path: Path) -> None:
     tracemalloc.stop()
 
 
+def test_a_metaimage_that_names_no_data_file(tmp_path: Path) -> None:
+    for ending in ("ElementDataFile =\n", "ElementDataFile = \r\n"):
+        (tmp_path / "scan.mhd").write_bytes((METAIMAGE + ending).encode())
+        expected = ": ElementDataFile without a value; expected LOCAL or the name of the data file"
+        assert refusal(tmp_path / "scan.mhd") == expected
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_metaimages_of_a_file_a_slice(tmp_path: Path, packed: bool) -> None:
     for z, plane in enumerate(ct_values().transpose(2, 1, 0)):
