@@ -22,7 +22,7 @@ LIST_FILES = 1 << 16
 PACKED_BYTES = 1 << 12
 """Unpacked at a time, to 4 MB at the most: deflate packs no tighter than by a factor of 1,032."""
 ZLIB_OR_GZIP = 47  # zlib's wbits: the largest window, in either wrapping, as ITK takes it
-ITEM_BYTES = {"CHAR": 1, "SHORT": 2, "INT": 4, "LONG": 8, "LONG_LONG": 8, "FLOAT": 4, "DOUBLE": 8}
+ITEM_BYTES = {"CHAR": 1, "SHORT": 2, "INT": 4, "LONG": 4, "LONG_LONG": 8, "FLOAT": 4, "DOUBLE": 8}
 COPY_AGAIN = "copy or download it again"
 
 NO_PLACE = (

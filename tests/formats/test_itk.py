@@ -78,6 +78,14 @@ def test_a_header_without_orientation_is_told(tmp_path: Path) -> None:
     assert "does not say how the axes lie" in scan.warnings[0]
 
 
+@pytest.mark.parametrize(("kind", "dtype"), [("LONG", "<i4"), ("ULONG", "<u4"), ("LONG_LONG", "<i8")])
+def test_what_a_metaimage_calls_long_has_32_bits(tmp_path: Path, kind: str, dtype: str) -> None:
+    voxels = (ct_values() + 1024).astype(dtype)
+    header = f"NDims = 3\nDimSize = 12 14 10\nElementType = MET_{kind}\nElementDataFile = LOCAL\n"
+    (tmp_path / "scan.mha").write_bytes(header.encode() + voxels.tobytes(order="F"))
+    assert np.array_equal(read_scan(tmp_path / "scan.mha").voxels, voxels)
+
+
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_four_dimensions(tmp_path: Path, suffix: str) -> None:
     volumes = [itk_image(ct_values(seed=seed), rotation(5, 5, 5)) for seed in (1, 2)]
