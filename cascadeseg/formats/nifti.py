@@ -155,12 +155,12 @@ def _read_pair(path: Path, volume: int | None, before: Before) -> Scan:
 
 
 def _pair_outline(image: Any, voxels: npt.NDArray[Any], path: Path) -> Scan:
-    header = image.header
-    if isinstance(header, nibabel.Nifti1Header):
-        return _scan(voxels, header, path)
+    # nibabel takes slope and intercept out of the header that it gives, and leaves them with the voxels.
+    slope, intercept = _scaling(image.dataobj.slope, image.dataobj.inter)
+    if isinstance(image.header, nibabel.Nifti1Header):
+        return replace(_scan(voxels, image.header, path), slope=slope, intercept=intercept)
     # Analyze has no forms; nibabel knows how its axes lie.
     grid, warnings = checked_grid(voxels.shape, np.asarray(image.affine), path)
-    slope, intercept = _scaling(*header.get_slope_inter())
     return Scan(voxels, grid, slope, intercept, str(path), None, (*warnings, _NO_FORM))
 
 

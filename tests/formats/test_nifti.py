@@ -105,6 +105,30 @@ def test_header_and_image_pairs(tmp_path: Path, kind: Any) -> None:
     assert np.allclose(nibabel.load(tmp_path / "mask.nii.gz").affine, scan.grid.affine, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("kind", "header_kind", "intercept"),
+    [
+        (nibabel.Nifti1Pair, nibabel.nifti1.Nifti1PairHeader, -500),
+        (nibabel.Nifti2Pair, nibabel.nifti2.Nifti2PairHeader, -500),
+        (nibabel.AnalyzeImage, nibabel.spm2analyze.Spm2AnalyzeHeader, 0),
+    ],
+)
+def test_slope_and_intercept_of_pairs(tmp_path: Path, kind: Any, header_kind: Any, intercept: int) -> None:
+    path = tmp_path / "scan.hdr"
+    nibabel.save(kind(ct_values(), np.diag([-0.75, 0.8, 2.5, 1])), tmp_path / "scan.img")
+    content = path.read_bytes()
+    header = header_kind(content[: header_kind.sizeof_hdr], check=False)
+    header["scl_slope"] = 0.5
+    if intercept:
+        header["scl_inter"] = intercept
+    path.write_bytes(header.binaryblock + content[header_kind.sizeof_hdr :])
+    assert np.array_equal(nibabel.load(path).get_fdata(), ct_values() / 2 + intercept)
+    for opened in (path, path.with_suffix(".img")):
+        scan = read_scan(opened)
+        assert scan.voxels.dtype == np.int16
+        assert np.array_equal(scan.hu(), ct_values() / 2 + intercept)
+
+
 @pytest.mark.parametrize("name", ["packed.nii", "plain.nii.gz", "räumlich über 2.nii.gz", "A.NII.GZ"])
 def test_content_decides_and_not_the_name(tmp_path: Path, name: str) -> None:
     packed = saved(tmp_path / "whole.nii.gz").read_bytes()
