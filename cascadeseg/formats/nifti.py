@@ -9,9 +9,9 @@ Which affine holds (the package's one rule):
 4. With both codes 0 the header says nothing about orientation: spacing from ``pixdim``, axes to the patient's
    left, front and head about the centre (what nibabel and FSL assume), and a warning to check the sides.
 
-Where both forms hold and put a corner of the volume more than `FORMS_AGREE_MM` apart, a warning names both.
-``pixdim`` has to be positive in any case: a header that is broken there is refused. A header in metres or
-micrometres is read in millimetres.
+A form that cannot is named in a warning where the other holds. Where both hold and put a corner of the volume more
+than `FORMS_AGREE_MM` apart, a warning names both. ``pixdim`` has to be positive in any case: a header that is broken
+there is refused. A header in metres or micrometres is read in millimetres.
 
 Voxels keep the stored type in native byte order. ``.nii.gz`` is unpacked by isal (twice as fast as zlib) into one
 buffer of the exact size; ``.nii`` is memory-mapped, copy on write. ``.hdr``/``.img`` pairs go through nibabel.
@@ -268,14 +268,15 @@ def form_affine(header: Any, shape: tuple[int, ...], path: object) -> tuple[Affi
     forms = _forms(header)
     if not forms:
         return _in_mm(np.asarray(header.get_base_affine()), unit), (_NO_FORM,)
-    usable = {name: affine for name, affine in forms.items() if shear_degrees(affine) <= MAX_SHEAR_DEGREES}
+    faults = {name: fault for name, affine in forms.items() if (fault := _fault(affine))}
+    usable = {name: affine for name, affine in forms.items() if name not in faults}
     if not usable:
         name, affine = next(iter(forms.items()))
+        if np.isnan(affine).all():
+            raise ScanError(f"{path}, {name}", faults[name], "a rotation, a spacing and an origin", "repair the header")
         checked_grid(shape, _in_mm(affine, unit), f"{path}, {name}")
     name, affine = next(iter(usable.items()))
-    warnings = []
-    if len(usable) < len(forms):
-        warnings.append(f"the sform cannot be a voxel grid ({_fault(forms['sform'])}); the qform was used")
+    warnings = [f"the {bad} cannot be a voxel grid ({fault}); the {name} was used" for bad, fault in faults.items()]
     apart = _corners_apart_mm(affine, usable.get("qform", affine), shape) * unit
     if apart > FORMS_AGREE_MM:
         said = " and ".join(f"{n} ({_described(a)})" for n, a in usable.items())
@@ -288,6 +289,9 @@ def form_affine(header: Any, shape: tuple[int, ...], path: object) -> tuple[Affi
 
 def _forms(header: Any) -> dict[str, Affine]:
     """The forms that the header claims to have, the preferred first; a qform without a meaning is all NaN."""
+    if header["pixdim"][0] == 0:  # stands for 1 (NIfTI-1 standard, method 2), which nibabel's header insists on
+        header = header.copy()
+        header["pixdim"][0] = 1
     forms: dict[str, Affine] = {}
     if int(header["sform_code"]) > 0:
         forms["sform"] = np.asarray(header.get_sform(), dtype=np.float64)
@@ -324,8 +328,15 @@ def _described(affine: Affine) -> str:
 
 
 def _fault(affine: Affine) -> str:
+    """Why a form cannot be a voxel grid, or an empty string."""
     shear = shear_degrees(affine)
-    return f"sheared by {shear:.2f} degrees" if np.isfinite(shear) else "a column of zeros or not of numbers"
+    if np.isnan(affine).all():
+        return "a quaternion or qfac without a meaning"
+    if not np.isfinite(shear):
+        return "a column of zeros or not of numbers"
+    if not np.isfinite(affine).all():
+        return "an origin that is not a number"
+    return f"sheared by {shear:.2f} degrees" if shear > MAX_SHEAR_DEGREES else ""
 
 
 def _one_line(problem: BaseException) -> str:

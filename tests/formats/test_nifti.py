@@ -221,6 +221,36 @@ def test_an_sform_that_is_no_grid_gives_way_to_the_qform(tmp_path: Path) -> None
     assert np.allclose(scan.grid.affine, LEFT, atol=1e-4)
 
 
+def test_an_sform_with_an_origin_that_is_no_number_gives_way_to_the_qform(tmp_path: Path) -> None:
+    lost = LEFT.copy()
+    lost[1, 3] = np.nan
+    scan = read_scan(with_forms(tmp_path / "scan.nii.gz", lost, LEFT, (1, 1)))
+    assert np.allclose(scan.grid.affine, LEFT, atol=1e-4)
+    assert scan.warnings == ("the sform cannot be a voxel grid (an origin that is not a number); the qform was used",)
+
+
+def test_a_qform_that_is_no_grid_is_told_beside_the_sform(tmp_path: Path) -> None:
+    path = with_forms(tmp_path / "scan.nii.gz", OBLIQUE, OBLIQUE, (1, 1))
+    patch_header(path, quatern_b=0.9, quatern_c=0.9)
+    scan = read_scan(path)
+    assert np.allclose(scan.grid.affine, OBLIQUE, atol=1e-5)
+    (warning,) = scan.warnings
+    assert warning == "the qform cannot be a voxel grid (a quaternion or qfac without a meaning); the sform was used"
+    patch_header(path, sform_code=0)
+    with pytest.raises(ScanError, match=r"scan.nii.gz, qform: a quaternion or qfac without a meaning; exp"):
+        read_scan(path)
+
+
+@pytest.mark.parametrize("codes", [(0, 1), (1, 1)])
+def test_a_qfac_of_zero_is_one(tmp_path: Path, codes: tuple[int, int]) -> None:
+    path = with_forms(tmp_path / "scan.nii.gz", OBLIQUE, OBLIQUE, codes)
+    patch_header(path, pixdim=[0, *SPACING_MM, 0, 0, 0, 0])
+    scan = read_scan(path)
+    assert np.allclose(scan.grid.affine, OBLIQUE, atol=1e-4)
+    assert np.allclose(scan.grid.affine, nibabel.load(path).affine, atol=1e-9)
+    assert scan.warnings == ()
+
+
 def test_a_sheared_scan_is_refused_by_name(tmp_path: Path) -> None:
     sheared = LEFT.copy()
     sheared[0, 2] = 0.6

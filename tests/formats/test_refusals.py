@@ -154,7 +154,7 @@ def test_spacing_that_cannot_be_in_mha(tmp_path: Path, value: str) -> None:
 
 def test_origin_that_is_no_number(tmp_path: Path) -> None:
     words = refusal(saved(tmp_path / "scan.nii.gz", srow_x=[0.75, 0, 0, np.nan]))
-    assert words == ": an origin that is not a number; expected millimetres; repair the header"
+    assert words == ", sform: an origin that is not a number; expected millimetres; repair the header"
 
 
 @pytest.mark.parametrize("suffix", [".mha", ".mhd", ".nrrd"])
