@@ -15,8 +15,8 @@ import numpy.typing as npt
 import SimpleITK
 
 from cascadeseg.errors import ScanError
+from cascadeseg.formats import metaimage, nrrd
 from cascadeseg.formats.memory import DEFLATE_LIMIT, refuse_oversized
-from cascadeseg.formats.metaimage import NO_PLACE, check_packing, checked_header
 from cascadeseg.formats.nifti import volume_shape
 from cascadeseg.formats.placement import LPS_TO_RAS, checked_grid, checked_spacing
 from cascadeseg.formats.scan import Before, Scan, hollow, nothing
@@ -68,7 +68,8 @@ def read_itk(path: Path, suffix: str, volume: int | None = None, before: Before 
         ScanError: anything that is not one readable 3D volume.
     """
     SimpleITK.ProcessObject.SetGlobalWarningDisplay(False)  # what matters of them is told by our own checks
-    odd = checked_header(path) if IMAGE_IO[suffix] == "MetaImageIO" else ()
+    is_metaimage = IMAGE_IO[suffix] == "MetaImageIO"
+    odd = (metaimage if is_metaimage else nrrd).checked_header(path)
     reader = SimpleITK.ImageFileReader()
     reader.SetImageIO(IMAGE_IO[suffix])
     reader.SetFileName(str(path))
@@ -86,10 +87,8 @@ def read_itk(path: Path, suffix: str, volume: int | None = None, before: Before 
             rest = reader.GetSize()[3:]
             reader.SetExtractSize([*shape, *[0] * len(rest)])
             reader.SetExtractIndex([0, 0, 0, *map(int, np.unravel_index(index, rest, order="F"))])
-        if IMAGE_IO[suffix] == "NrrdImageIO" and not reader.HasMetaDataKey("NRRD_space"):
-            odd = (NO_PLACE,)
-        if IMAGE_IO[suffix] == "MetaImageIO":
-            check_packing(path)
+        if is_metaimage:
+            metaimage.check_packing(path)
         image = reader.Execute()
     except RuntimeError as problem:
         raise ScanError(path, f"not a readable {suffix[1:]} file ({_reason(problem)})") from problem

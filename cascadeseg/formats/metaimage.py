@@ -15,6 +15,7 @@ from pathlib import Path
 from isal import isal_zlib
 
 from cascadeseg.errors import ScanError
+from cascadeseg.formats.placement import NO_PLACE, NO_SPACING, refuse_other_units
 
 HEADER_BYTES = 1 << 16
 LIST_BYTES = 1 << 24
@@ -24,11 +25,6 @@ PACKED_BYTES = 1 << 12
 ZLIB_OR_GZIP = 47  # zlib's wbits: the largest window, in either wrapping, as ITK takes it
 ITEM_BYTES = {"CHAR": 1, "SHORT": 2, "INT": 4, "LONG": 4, "LONG_LONG": 8, "FLOAT": 4, "DOUBLE": 8}
 COPY_AGAIN = "copy or download it again"
-
-NO_PLACE = (
-    "the header does not say how the axes lie: left, back, head was assumed; "
-    "check the spacing and the sides of the mask"
-)
 
 
 @dataclass(frozen=True)
@@ -63,8 +59,10 @@ def checked_header(path: Path) -> tuple[str, ...]:
         held = file.stat().st_size - data.start
         if held < data.stored:
             raise _cut_short(path, file, f"{held:,} of {data.stored:,} bytes of data")
-    placed = {"ElementSpacing", "ElementSize", "TransformMatrix", "Orientation", "Rotation"}
-    return () if placed & set(fields) else (NO_PLACE,)
+    refuse_other_units([fields.get("DistanceUnits", "")], path)
+    placed = {"TransformMatrix", "Orientation", "Rotation"} & set(fields)
+    spaced = {"ElementSpacing", "ElementSize"} & set(fields)
+    return (*(() if placed else (NO_PLACE,)), *(() if spaced else (NO_SPACING,)))
 
 
 def check_packing(path: Path) -> None:

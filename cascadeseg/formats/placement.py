@@ -21,6 +21,16 @@ SILENT_SHEAR_DEGREES = 0.01
 """Rounding of direction cosines to a few digits: not worth a word."""
 SPACING_RANGE_MM = (0.01, 50.0)
 LPS_TO_RAS = np.diag([-1.0, -1.0, 1.0, 1.0])
+MILLIMETRES = ("", "?", "mm", "millimeter", "millimeters", "millimetre", "millimetres")
+TIMES = ("s", "sec", "second", "seconds", "ms", "msec")
+"""What the fourth axis may be in."""
+
+NO_PLACE = "the header does not say how the axes lie: left, back, head was assumed; check the sides of the mask"
+"""Of MetaImage and NRRD, in ITK's world."""
+NO_SPACING = (
+    "the header does not say how far apart the voxels are: 1 mm was assumed on each axis that it leaves out; "
+    "check the spacing, every volume in the report comes of it"
+)
 
 
 def spacing_of(affine: Affine) -> Affine:
@@ -45,6 +55,13 @@ def checked_spacing(spacing_mm: Sequence[float] | npt.NDArray[np.float64], where
     if not all(np.isfinite(s) and low <= s <= high for s in spacing_mm):
         found = f"voxel spacing ({', '.join(f'{float(s):g}' for s in spacing_mm)}) mm"
         raise ScanError(where, found, f"{low:g} to {high:g} mm on each axis", "repair the header's spacing")
+
+
+def refuse_other_units(units: Sequence[str], where: object) -> None:
+    """Raises ScanError for a header whose lengths are in another unit than millimetres."""
+    other = [unit for unit in units if unit.lower() not in (*MILLIMETRES, *TIMES)]
+    if other:
+        raise ScanError(where, f'lengths in "{other[0]}"', "mm", "write the file again in millimetres")
 
 
 def checked_grid(shape: Sequence[int], affine: Affine, where: object) -> tuple[Grid, tuple[str, ...]]:

@@ -78,6 +78,74 @@ def test_a_header_without_orientation_is_told(tmp_path: Path) -> None:
     assert "does not say how the axes lie" in scan.warnings[0]
 
 
+SIDES, SPACING = "does not say how the axes lie", "does not say how far apart the voxels are"
+
+
+def metaimage(path: Path, **fields: str) -> Path:
+    """An uncompressed MetaImage of the test volume, with nothing of its geometry but these fields."""
+    header = "NDims = 3\n" + "".join(f"{name} = {value}\n" for name, value in fields.items())
+    header += "DimSize = 12 14 10\nElementType = MET_SHORT\nElementDataFile = LOCAL\n"
+    path.write_bytes(header.encode() + ct_values().tobytes(order="F"))
+    return path
+
+
+def nrrd(path: Path, *fields: str) -> Path:
+    """An uncompressed NRRD of the test volume, with nothing of its geometry but these fields."""
+    lines = ["NRRD0005", "type: int16", "dimension: 3", *fields, "sizes: 12 14 10", "endian: little", "encoding: raw"]
+    path.write_bytes("\n".join([*lines, "", ""]).encode() + ct_values().tobytes(order="F"))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"TransformMatrix": "1 0 0 0 1 0 0 0 1", "ElementSpacing": "0.75 0.8 2.5"}, []),
+        ({"TransformMatrix": "1 0 0 0 1 0 0 0 1", "ElementSize": "0.75 0.8 2.5"}, []),
+        ({"TransformMatrix": "1 0 0 0 1 0 0 0 1"}, [SPACING]),
+        ({"ElementSpacing": "0.75 0.8 2.5", "DistanceUnits": "mm"}, [SIDES]),
+        ({}, [SIDES, SPACING]),
+    ],
+)
+def test_what_a_metaimage_leaves_out_is_told(tmp_path: Path, fields: dict[str, str], told: list[str]) -> None:
+    scan = read_scan(metaimage(tmp_path / "scan.mha", **fields))
+    assert np.allclose(scan.grid.spacing_mm, (1, 1, 1) if SPACING in told else SPACING_MM)
+    assert len(scan.warnings) == len(told)
+    assert all(words in warning for words, warning in zip(told, scan.warnings, strict=True))
+
+
+LPS_SPACE = "space: left-posterior-superior"
+DIRECTIONS = "space directions: (0.75,0,0) (0,0.8,0) (0,0,2.5)"
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ([LPS_SPACE, DIRECTIONS, 'space units: "mm" "mm" "mm"'], []),
+        (["space: LPS", DIRECTIONS], []),
+        (["space: 3D-right-handed", DIRECTIONS], [SIDES]),
+        (["spacings: 0.75 0.8 2.5", 'units: "mm" "mm" "mm"'], [SIDES]),
+        ([LPS_SPACE], [SPACING]),
+        ([LPS_SPACE, "space directions: (0.75,0,0) (0,0.8,0) none"], [SPACING]),
+        (["spacings: 0.75 0.8 nan"], [SIDES, SPACING]),
+        ([], [SIDES, SPACING]),
+    ],
+)
+def test_what_a_nrrd_leaves_out_is_told(tmp_path: Path, fields: list[str], told: list[str]) -> None:
+    scan = read_scan(nrrd(tmp_path / "scan.nrrd", *fields))
+    assert (scan.grid.spacing_mm[2] == 1) == (SPACING in told)
+    assert len(scan.warnings) == len(told)
+    assert all(words in warning for words, warning in zip(told, scan.warnings, strict=True))
+
+
+def test_lengths_in_another_unit_are_refused(tmp_path: Path) -> None:
+    words = r'lengths in "cm"; expected mm; write the file again in millimetres'
+    with pytest.raises(ScanError, match=f"scan.mha: {words}"):
+        read_scan(metaimage(tmp_path / "scan.mha", ElementSpacing="0.075 0.08 0.25", DistanceUnits="cm"))
+    for fields in ([LPS_SPACE, 'space units: "cm" "cm" "cm"'], ["spacings: 0.075 0.08 0.25", 'units: "cm" "cm" "cm"']):
+        with pytest.raises(ScanError, match=f"scan.nrrd: {words}"):
+            read_scan(nrrd(tmp_path / "scan.nrrd", *fields))
+
+
 @pytest.mark.parametrize(("kind", "dtype"), [("LONG", "<i4"), ("ULONG", "<u4"), ("LONG_LONG", "<i8")])
 def test_what_a_metaimage_calls_long_has_32_bits(tmp_path: Path, kind: str, dtype: str) -> None:
     voxels = (ct_values() + 1024).astype(dtype)
