@@ -72,8 +72,8 @@ def read_itk(path: Path, suffix: str, volume: int | None = None, before: Before 
     odd = (metaimage if is_metaimage else nrrd).checked_header(path)
     reader = SimpleITK.ImageFileReader()
     reader.SetImageIO(IMAGE_IO[suffix])
-    reader.SetFileName(str(path))
     try:
+        reader.SetFileName(_file_name(path))
         reader.ReadImageInformation()
         shape, index = volume_shape(reader.GetSize(), volume, path)
         checked_spacing(reader.GetSpacing()[:3], path)
@@ -117,9 +117,9 @@ def image_of(voxels: npt.NDArray[Any], geometry: ItkGeometry) -> Any:
 
 
 def write_itk(voxels: npt.NDArray[Any], geometry: ItkGeometry, path: Path) -> None:
-    """Writes (X, Y, Z) voxels, compressed, as the path's suffix says."""
+    """Writes (X, Y, Z) voxels, compressed, as the path's suffix says; what goes wrong is a RuntimeError."""
     image = image_of(voxels, geometry)
-    SimpleITK.WriteImage(image, str(path), useCompression=True, compressionLevel=COMPRESSION_LEVEL)
+    SimpleITK.WriteImage(image, _file_name(path), useCompression=True, compressionLevel=COMPRESSION_LEVEL)
 
 
 def holds(path: Path, voxels: npt.NDArray[Any], geometry: ItkGeometry) -> bool:
@@ -148,6 +148,16 @@ class _Held:
         interface = array.__array_interface__
         self.__array_interface__ = interface | {"data": (interface["data"][0], False)}
         self.owner = owner
+
+
+def _file_name(path: Path) -> str:
+    """The path as SimpleITK takes it; one that is not UTF-8 would end the process."""
+    name = str(path)
+    try:
+        name.encode()
+    except UnicodeEncodeError as problem:
+        raise RuntimeError("the name of the file or of a folder is not UTF-8, rename it") from problem
+    return name
 
 
 def _direction3(image: Any) -> tuple[float, ...]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import os
+import sys
 import tracemalloc
 import zlib
 from collections.abc import Callable
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 import SimpleITK
 
-from cascadeseg.errors import ScanError
+from cascadeseg.errors import OutputError, ScanError
 from cascadeseg.formats import memory as memory_of_the_machine
 from cascadeseg.formats import read_labels, read_scan, scan_of, write_scan
 from cascadeseg.formats.metaimage import check_packing
@@ -278,6 +280,23 @@ def test_metaimages_of_a_file_a_slice(tmp_path: Path, packed: bool) -> None:
     assert refusal(path).startswith(": s4.raw is cut short (")
     (tmp_path / "s4.raw").unlink()
     assert refusal(path).startswith(": its data file s4.raw is missing")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such names")
+def test_names_that_are_not_utf_8(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"sc\xe4n")
+    folder.mkdir()
+    scan = read_scan(saved(folder / "scan.nii.gz"))
+    assert np.array_equal(scan.voxels, ct_values())
+    for suffix in (".mha", ".mhd", ".nrrd"):
+        SimpleITK.WriteImage(itk_image(), str(tmp_path / f"scan{suffix}"))
+        (tmp_path / f"scan{suffix}").rename(folder / f"scan{suffix}")
+        if suffix == ".mhd":
+            (tmp_path / "scan.raw").rename(folder / "scan.raw")
+        words = f"not a readable {suffix[1:]} file (the name of the file or of a folder is not UTF-8, rename it)"
+        assert refusal(folder / f"scan{suffix}") == f": {words}"
+        with pytest.raises(OutputError, match=r"cannot be written \(the name of the file or of a folder is not UTF-8"):
+            write_scan(ct_values(), oblique_grid(), folder / f"mask{suffix}")
 
 
 def test_a_sheared_mha(tmp_path: Path) -> None:
