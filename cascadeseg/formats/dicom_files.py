@@ -33,7 +33,7 @@ NATIVE_ENCODINGS = (ImplicitVRLittleEndian, ExplicitVRLittleEndian)
 PIXELS_TAG = b"\xe0\x7f\x10\x00"
 
 _TAGS = [
-    *("SOPClassUID", "Modality", "ImageType", "StudyInstanceUID", "SeriesInstanceUID", "SeriesNumber"),
+    *("SOPInstanceUID", "Modality", "ImageType", "StudyInstanceUID", "SeriesInstanceUID", "SeriesNumber"),
     *("SeriesDescription", "InstanceNumber", "AcquisitionNumber", "ImagePositionPatient"),
     *("ImageOrientationPatient", "PixelSpacing", "Rows", "Columns", "SamplesPerPixel", "BitsAllocated"),
     *("BitsStored", "PixelRepresentation", "RescaleSlope", "RescaleIntercept", "NumberOfFrames"),
@@ -75,6 +75,7 @@ class Slice:
         frame: which frame of the file, from 0.
         pixels_at: where its values start in the file, or None where they have to be decoded.
         series: the series that it belongs to.
+        uid: SOPInstanceUID, of all of its file's frames.
         instance: InstanceNumber.
         acquisition: AcquisitionNumber.
         shape: (rows, columns).
@@ -90,6 +91,7 @@ class Slice:
     frame: int
     pixels_at: int | None
     series: Series
+    uid: str
     instance: int
     acquisition: int
     shape: tuple[int, int]
@@ -216,6 +218,7 @@ def _slice(source: Source, header: Any, frame: int, place: _Place, start: int | 
             int(header.get("SeriesNumber", None) or 0),
             str(header.get("SeriesDescription", None) or ""),
         ),
+        uid=str(header.get("SOPInstanceUID", "")),
         instance=int(header.get("InstanceNumber", None) or 0) + frame,
         acquisition=int(header.get("AcquisitionNumber", None) or 0),
         shape=(rows, columns),

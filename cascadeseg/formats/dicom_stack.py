@@ -16,6 +16,8 @@ from cascadeseg.geometry import Affine
 SAME_DIRECTION = 1e-3
 """Largest difference of direction cosines within a stack."""
 SAME_PLACE_MM = 0.01
+WHOLE_SHARE = 0.9
+"""One of several acquisitions is read alone if it reaches this share of the places; otherwise the others fill in."""
 EVEN_SHARE = 0.1
 """Slices may lie this share of the spacing beside their even places."""
 SPLIT_GAP_MM = 60.0
@@ -141,23 +143,50 @@ def _height(slice_: Slice, first: Slice) -> float:
 
 
 def _each_place_once(group: list[Slice]) -> tuple[list[Slice], list[str]]:
-    """The group without slices that share a place: one acquisition of several, or the first by instance number."""
-    kept = _unique(group)
-    if len(kept) == len(group):
-        return group, []
-    acquisitions = {slice_.acquisition for slice_ in group}
-    by_acquisition = [[s for s in group if s.acquisition == number] for number in sorted(acquisitions)]
-    best = max(by_acquisition, key=lambda part: len(_unique(part)))
-    if len(acquisitions) > 1 and len(_unique(best)) == len(best):
-        said = f"the series holds {len(acquisitions)} acquisitions; number {best[0].acquisition} was read"
-        return best, [f"{said} ({len(best)} of {len(group)} slices)"]
-    twice = len(group) - len(kept)
-    return kept, [f"{twice} slices lie where another one does and were left out (the lower instance number stays)"]
+    """The group with one slice at each place: of one acquisition where that reaches, by instance number otherwise."""
+    single = _without_copies(group)
+    warnings = []
+    if copies := len(group) - len(single):
+        noun = "copy of a slice was" if copies == 1 else "copies of slices were"
+        warnings.append(f"{copies} {noun} left out (the same SOPInstanceUID)")
+    places = _places(single)
+    if len(places) == len(single):
+        return single, warnings
+    acquisitions = sorted({slice_.acquisition for slice_ in single})
+    reached = {number: sum(any(s.acquisition == number for s in place) for place in places) for number in acquisitions}
+    best = max(acquisitions, key=lambda number: reached[number])
+    if len(acquisitions) > 1 and reached[best] >= WHOLE_SHARE * len(places):
+        taken = [slice_ for slice_ in single if slice_.acquisition == best]
+        said = f"the series holds {len(acquisitions)} acquisitions; number {best} was read"
+        warnings.append(f"{said} ({len(taken)} of {len(single)} slices)")
+        single, places = taken, _places(taken)
+    kept = [min(place, key=lambda s: (s.acquisition != best, s.instance)) for place in places]
+    if twice := len(single) - len(kept):
+        stays = f"acquisition {best}, then " if len({s.acquisition for s in single}) > 1 else ""
+        noun = (
+            "slice lies where another one does and was" if twice == 1 else "slices lie where another one does and were"
+        )
+        warnings.append(f"{twice} {noun} left out ({stays}the lower instance number stays)")
+    return kept, warnings
 
 
-def _unique(group: list[Slice]) -> list[Slice]:
-    heights = [_height(slice_, group[0]) for slice_ in group]
-    return [s for i, s in enumerate(group) if i == 0 or heights[i] - heights[i - 1] > SAME_PLACE_MM]
+def _without_copies(group: list[Slice]) -> list[Slice]:
+    """Each slice once, though its file be there twice. The UID alone would not do: some anonymisers give one to all."""
+    first: dict[tuple[object, ...], Slice] = {}
+    for slice_ in group:
+        first.setdefault((slice_.uid or id(slice_), slice_.instance, slice_.acquisition, slice_.position_mm), slice_)
+    return list(first.values())
+
+
+def _places(group: list[Slice]) -> list[list[Slice]]:
+    """The slices at each height, for a group in order."""
+    places: list[list[Slice]] = []
+    for slice_ in group:
+        if places and _height(slice_, group[0]) - _height(places[-1][0], group[0]) <= SAME_PLACE_MM:
+            places[-1].append(slice_)
+        else:
+            places.append([slice_])
+    return places
 
 
 def _parts(group: list[Slice]) -> list[tuple[list[Slice], list[str]]]:

@@ -255,6 +255,34 @@ def test_several_acquisitions_in_a_series(tmp_path: Path) -> None:
     assert scan.warnings == ("the series holds 2 acquisitions; number 4 was read (10 of 17 slices)",)
 
 
+@pytest.mark.parametrize("slices_each", [1, 2])
+def test_a_copied_file_in_a_series_of_many_acquisitions(tmp_path: Path, slices_each: int) -> None:
+    """Step and shoot: each turn of the tube is an acquisition."""
+    write_series(tmp_path, ct_values(), GRID, AcquisitionNumber=lambda k: k // slices_each + 1)
+    (tmp_path / "slice004 (1).dcm").write_bytes((tmp_path / "slice004.dcm").read_bytes())
+    scan = read_scan(tmp_path)
+    assert same_in_patient(scan, ct_values(), GRID)
+    assert scan.warnings == ("1 copy of a slice was left out (the same SOPInstanceUID)",)
+
+
+def test_acquisitions_that_share_a_slice(tmp_path: Path) -> None:
+    uid = write_series(tmp_path / "a", ct_values()[..., :6], GRID, AcquisitionNumber=1)
+    upper = GRID.cropped(Box((0, 0, 5), SHAPE))
+    write_series(tmp_path / "b", ct_values()[..., 5:], upper, series_uid=uid, AcquisitionNumber=2)
+    scan = read_scan(tmp_path)
+    assert same_in_patient(scan, ct_values(), GRID)
+    said = "1 slice lies where another one does and was left out (acquisition 1, then the lower instance number stays)"
+    assert scan.warnings == (said,)
+
+
+def test_one_instance_uid_for_all_slices(tmp_path: Path) -> None:
+    """As some anonymisers leave it: no copies for all that."""
+    write_series(tmp_path, ct_values(), GRID, SOPInstanceUID="1.2.3.4")
+    scan = read_scan(tmp_path)
+    assert same_in_patient(scan, ct_values(), GRID)
+    assert scan.warnings == ()
+
+
 def test_other_pictures_in_the_series(tmp_path: Path) -> None:
     uid = write_series(tmp_path / "a", ct_values(), GRID)
     sagittal = Grid((14, 10, 3), affine_of(np.eye(3)[:, [1, 2, 0]]))
