@@ -283,6 +283,25 @@ def test_one_instance_uid_for_all_slices(tmp_path: Path) -> None:
     assert scan.warnings == ()
 
 
+def test_reconstructions_a_hair_apart_share_their_places(tmp_path: Path) -> None:
+    uid = write_series(tmp_path / "a", ct_values(), GRID)
+    for i in (1, 2):
+        affine = GRID.affine.copy()
+        affine[2, 3] += 0.03 * i
+        write_series(tmp_path / f"b{i}", ct_values(seed=5), Grid(SHAPE, affine), series_uid=uid, AcquisitionNumber=i)
+    scan = read_scan(tmp_path)
+    assert same_in_patient(scan, ct_values(), GRID)
+    assert scan.warnings == ("the series holds 3 acquisitions; number 0 was read (10 of 30 slices)",)
+
+
+def test_thin_slices_among_thick_ones_keep_their_places(tmp_path: Path) -> None:
+    heights = [0, 0.625, 1.25, 1.875, 2.5, 3.125, 3.75, 13.75, 23.75, 33.75]
+    write_series(tmp_path, ct_values(), GRID, ImagePositionPatient=lambda k: [0, 0, heights[k]])
+    scan = read_scan(tmp_path)
+    assert scan.grid.spacing_mm[2] == pytest.approx(0.625)
+    assert np.array_equal(scan.hu()[..., :7], ct_values()[..., :7])
+
+
 def test_other_pictures_in_the_series(tmp_path: Path) -> None:
     uid = write_series(tmp_path / "a", ct_values(), GRID)
     sagittal = Grid((14, 10, 3), affine_of(np.eye(3)[:, [1, 2, 0]]))
