@@ -24,7 +24,18 @@ import numpy.typing as npt
 import pydicom
 
 from cascadeseg.errors import ScanError
-from cascadeseg.formats.dicom_files import DAMAGED, NOT_DICOM, Slice, ct_slices, source_of, sources_of, stored_values
+from cascadeseg.formats.dicom_files import (
+    LOST,
+    NOT_DICOM,
+    Found,
+    Slice,
+    Source,
+    files_in,
+    looked_into,
+    source_of,
+    sources_of,
+    stored_values,
+)
 from cascadeseg.formats.dicom_stack import Layer, Stack, stacks_of
 from cascadeseg.formats.memory import refuse_oversized
 from cascadeseg.formats.placement import checked_grid, checked_spacing
@@ -67,17 +78,18 @@ def read_dicom(path: Path, series: str | None = None, before: Before = nothing) 
     with _lenient_pydicom(), sources_of(path) as sources:
         if not sources:
             raise ScanError(path, "an empty folder", "a folder of DICOM files")
-        slices, kinds = _slices(sources)
+        files = _looked_into(sources)
+        slices = _slices(files)
         odd: list[str] = []
         if path.is_file() and len(sources) == 1 and len(slices) == 1:
-            slices, odd = _siblings(path, slices[0])
+            files = _looked_into([source_of(file) for file in _siblings(path)])
             series = slices[0].series.uid
+            slices = [slice_ for slice_ in _slices(files) if slice_.series.uid == series]
+            odd = [f"this is one slice of a series; the {len(slices)} slices of it in the folder were read"]
         if not slices:
-            raise _no_ct(path, kinds)
-        if kinds[DAMAGED]:
-            odd.append(f"{kinds[DAMAGED]} damaged DICOM files were left out")
+            raise _no_ct(path, files)
         stack, others = _chosen(stacks_of(slices), series, path)
-        outline = _outline(stack, path, (*odd, *others, *stack.warnings))
+        outline = _outline(stack, path, (*odd, *_lost(files, stack.series.uid), *others, *stack.warnings))
         before(outline)
         return replace(outline, voxels=_volume(stack, outline))
 
@@ -94,27 +106,36 @@ def _lenient_pydicom() -> Iterator[None]:
         settings.reading_validation_mode = before
 
 
-def _slices(sources: Sequence[Any]) -> tuple[list[Slice], Counter[str]]:
-    """Every CT slice of the files, and how many files there are of each kind."""
+def _looked_into(sources: Sequence[Source]) -> list[Found]:
     with ThreadPoolExecutor(READERS) as pool:
-        results = list(pool.map(ct_slices, sources))
-    return [slice_ for _, slices in results for slice_ in slices], Counter(kind for kind, _ in results)
+        return list(pool.map(looked_into, sources))
 
 
-def _siblings(path: Path, slice_: Slice) -> tuple[list[Slice], list[str]]:
-    """All slices of the series that a file's single slice belongs to, as far as they lie beside it."""
-    files = [file for file in sorted(path.parent.iterdir()) if file.is_file()]
-    slices, _ = _slices([source_of(file) for file in files])
-    same = [other for other in slices if other.series.uid == slice_.series.uid]
-    return same, [f"this is one slice of a series; the {len(same)} slices of it in the folder were read"]
+def _slices(files: Sequence[Found]) -> list[Slice]:
+    return [slice_ for file in files for slice_ in file.slices]
 
 
-def _no_ct(path: Path, kinds: Counter[str]) -> ScanError:
-    if set(kinds) <= {NOT_DICOM}:
+def _siblings(path: Path) -> list[Path]:
+    """The files beside a file, itself included."""
+    return sorted(files_in(path.parent, [file.name for file in path.parent.iterdir()]))
+
+
+def _lost(files: Sequence[Found], series_uid: str) -> list[str]:
+    """A warning of the files that may have held slices of the series and gave none."""
+    lost = Counter(file.kind for file in files if file.kind in LOST and file.series_uid in ("", series_uid))
+    return [f"left out, though perhaps of the series: {_counted(lost)}"] if lost else []
+
+
+def _counted(kinds: Counter[str]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+
+
+def _no_ct(path: Path, files: Sequence[Found]) -> ScanError:
+    kinds = Counter(file.kind for file in files if file.kind != NOT_DICOM)
+    if not kinds:
         what = "a folder" if path.is_dir() else "a file"
         return ScanError(path, f"{what} without DICOM", "a DICOM CT series, NIfTI, MHA/MHD or NRRD")
-    found = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common() if kind != NOT_DICOM)
-    return ScanError(path, f"no CT slices (found: {found})", "a CT series")
+    return ScanError(path, f"no CT slices (found: {_counted(kinds)})", "a CT series")
 
 
 def _chosen(stacks: list[Stack], series: str | None, path: Path) -> tuple[Stack, list[str]]:

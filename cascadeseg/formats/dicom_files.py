@@ -7,9 +7,10 @@ for lossless JPEG.
 
 from __future__ import annotations
 
+import os
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import pydicom
 from pydicom.pixels import get_decoder, pixel_array
-from pydicom.uid import ExplicitVRLittleEndian, ImplicitVRLittleEndian
+from pydicom.uid import ExplicitVRLittleEndian, ImplicitVRLittleEndian, MediaStorageDirectoryStorage
 
 from cascadeseg.errors import ScanError
 from cascadeseg.formats.names import suffix_of
@@ -29,6 +30,9 @@ DAMAGED = "damaged DICOM"
 NO_PIXELS = "DICOM without a picture"
 LOCALISER = "localiser"
 NO_PLACE = "CT without a position"
+NO_FILE = "links to nothing"
+LOST = (DAMAGED, NO_PLACE, NO_FILE)
+"""What may have been a slice of the scan."""
 NATIVE_ENCODINGS = (ImplicitVRLittleEndian, ExplicitVRLittleEndian)
 PIXELS_TAG = b"\xe0\x7f\x10\x00"
 
@@ -110,39 +114,89 @@ class Slice:
 
 @contextmanager
 def sources_of(path: Path) -> Iterator[list[Source]]:
-    """The files of a folder (nested ones too, hidden ones not) or of a zip, or the file itself; sorted by name."""
+    """The files of a folder (nested ones too, hidden ones not) or of a zip, or the file itself; sorted by name.
+
+    Raises:
+        ScanError: a folder that cannot be searched, or a damaged zip.
+    """
     if path.is_dir():
-        files = [file for file in path.rglob("*") if file.is_file() and not file.name.startswith(".")]
-        yield [source_of(file) for file in sorted(files)]
+        yield [source_of(file) for file in sorted(_files_below(path))]
     elif suffix_of(path) == ".zip":
         if not zipfile.is_zipfile(path):
             raise ScanError(path, "a damaged zip file, or none", "a zip of DICOM files", "copy it again")
         with zipfile.ZipFile(path) as archive:
-            names = sorted(info.filename for info in archive.infolist() if not info.is_dir())
+            files = [info.filename for info in archive.infolist() if not info.is_dir()]
+            names = sorted(name for name in files if not any(part.startswith(".") for part in name.split("/")))
             yield [Source(name, lambda name=name: archive.open(name)) for name in names]  # type: ignore[misc]
     else:
         yield [source_of(path)]
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Files in a folder and, through links too, in its subfolders, each of which is entered once."""
+    entered = {folder.resolve(), *folder.resolve().parents}  # a link upwards would lead to other patients
+    for at, folders, names in os.walk(folder, onerror=_refuse_folder, followlinks=True):
+        yield from files_in(Path(at), names)
+        for name in sorted(folders):
+            real = (Path(at) / name).resolve()
+            if name.startswith(".") or real in entered:
+                folders.remove(name)
+            entered.add(real)
+
+
+def _refuse_folder(problem: OSError) -> None:
+    raise ScanError(problem.filename, f"a folder that cannot be read ({problem.strerror})") from problem
+
+
+def files_in(folder: Path, names: Iterable[str]) -> list[Path]:
+    """Those names that are files, or links to files that are not there, and not hidden."""
+    files = [folder / name for name in names if not name.startswith(".")]
+    return [file for file in files if file.is_file() or (file.is_symlink() and not file.exists())]
 
 
 def source_of(file: Path) -> Source:
     return Source(str(file), lambda: file.open("rb"))
 
 
-def ct_slices(source: Source) -> tuple[str, list[Slice]]:
-    """What a file is, in a word or two ("CT" or why it is no part of a scan), and its CT slices."""
+@dataclass(frozen=True)
+class Found:
+    """What a file is.
+
+    Attributes:
+        kind: "CT", or in a word or two why it is no part of a scan.
+        slices: its CT slices.
+        series_uid: SeriesInstanceUID, empty if it is not known.
+    """
+
+    kind: str
+    slices: tuple[Slice, ...] = ()
+    series_uid: str = ""
+
+
+def looked_into(source: Source) -> Found:
+    """What a file is.
+
+    Raises:
+        ScanError: it cannot be read.
+    """
+    series_uid = ""
     try:
         stream = source.open()
+    except FileNotFoundError:
+        return Found(NO_FILE)
     except (OSError, RuntimeError, zipfile.BadZipFile) as problem:  # RuntimeError: a zip with a password
         raise ScanError(source.name, f"cannot be read ({problem})") from problem
     with stream:
         try:
             if not _looks_like_dicom(stream.read(132)):
-                return NOT_DICOM, []
+                return Found(NOT_DICOM)
             stream.seek(0)
             header = pydicom.dcmread(stream, force=True, stop_before_pixels=True, specific_tags=_TAGS)
-            return _classified(source, header, stream)
+            series_uid = str(header.get("SeriesInstanceUID", ""))
+            kind, slices = _classified(source, header, stream)
         except Exception:  # a damaged header makes pydicom raise anything; the file is counted and left out
-            return DAMAGED, []
+            kind, slices = DAMAGED, []
+    return Found(kind, tuple(slices), series_uid)
 
 
 def stored_values(slice_: Slice) -> npt.NDArray[Any]:
@@ -179,10 +233,15 @@ def _looks_like_dicom(start: bytes) -> bool:
     return start[128:132] == b"DICM" or start[:4] in (b"\x08\x00\x05\x00", b"\x08\x00\x08\x00", b"\x02\x00\x00\x00")
 
 
+def _is_directory(header: Any) -> bool:
+    return bool(header.file_meta.get("MediaStorageSOPClassUID", "") == MediaStorageDirectoryStorage)
+
+
 def _classified(source: Source, header: Any, stream: IO[bytes]) -> tuple[str, list[Slice]]:
     modality = str(header.get("Modality", "") or "no modality")
-    if "Rows" not in header or "Columns" not in header:
-        return NO_PIXELS, []
+    if "Rows" not in header or "Columns" not in header:  # a CT, or a header that ends early, had a picture once
+        is_whole = modality != "CT" and ("Modality" in header or _is_directory(header))
+        return NO_PIXELS if is_whole else DAMAGED, []
     if modality != "CT":
         return modality, []
     if "LOCALIZER" in [str(word).upper() for word in header.get("ImageType", None) or []]:

@@ -320,6 +320,7 @@ def test_damaged_slices_are_left_out_and_filled(tmp_path: Path) -> None:
     assert scan.voxels.shape == SHAPE
     assert np.array_equal(scan.hu()[..., [0, 1, 2, 4, 5, 7, 8, 9]], ct_values()[..., [0, 1, 2, 4, 5, 7, 8, 9]])
     assert any("2 missing slices were interpolated" in warning for warning in scan.warnings)
+    assert scan.warnings[0] == "left out, though perhaps of the series: 2 damaged DICOM"
 
 
 def test_spacing_that_cannot_be(tmp_path: Path) -> None:

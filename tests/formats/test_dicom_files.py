@@ -1,0 +1,75 @@
+"""Files of DICOM series that are missing, hidden, linked or malformed: told or read, never passed over."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cascadeseg.errors import ScanError
+from cascadeseg.formats import read_scan
+from cascadeseg.geometry import Box
+from tests.formats.dicom_series import write_series
+from tests.formats.test_dicom import GRID, same_in_patient
+from tests.formats.volumes import SHAPE, ct_values
+
+UPPER = GRID.cropped(Box((0, 0, 5), SHAPE))
+
+
+def test_slices_without_a_pixel_spacing_are_told(tmp_path: Path) -> None:
+    write_series(tmp_path, ct_values(), GRID, PixelSpacing=lambda k: "" if k > 6 else ["0.8", "0.75"])
+    write_series(tmp_path, ct_values()[..., :2], GRID, name="other{}.dcm", PixelSpacing="")
+    scan = read_scan(tmp_path)
+    assert np.array_equal(scan.hu(), ct_values()[..., :7])
+    assert scan.warnings[0] == "left out, though perhaps of the series: 3 CT without a position"
+
+
+def test_links_to_nothing_are_told(tmp_path: Path) -> None:
+    """As git-annex leaves files that were not fetched."""
+    write_series(tmp_path, ct_values(), GRID)
+    for k in (8, 9, 10):
+        file = tmp_path / f"slice{k:03d}.dcm"
+        file.unlink()
+        file.symlink_to(tmp_path / "annex" / str(k))
+    scan = read_scan(tmp_path)
+    assert scan.warnings[0] == "left out, though perhaps of the series: 3 links to nothing"
+    assert read_scan(tmp_path / "slice001.dcm").warnings[1:] == scan.warnings
+
+
+def test_linked_folders_are_read_once_and_never_upwards(tmp_path: Path) -> None:
+    patient = tmp_path / "patients" / "p1"
+    uid = write_series(patient / "a", ct_values()[..., :5], GRID)
+    write_series(tmp_path / "elsewhere", ct_values()[..., 5:], UPPER, series_uid=uid)
+    write_series(tmp_path / "patients" / "p2", ct_values((20, 20, 20)), GRID)
+    (patient / "b").symlink_to(tmp_path / "elsewhere")
+    (patient / "again").symlink_to(tmp_path / "elsewhere")
+    (patient / "a" / "all").symlink_to(tmp_path / "patients")
+    scan = read_scan(patient)
+    assert same_in_patient(scan, ct_values(), GRID)
+    assert scan.warnings == ()
+
+
+def test_hidden_folders_are_passed_over(tmp_path: Path) -> None:
+    write_series(tmp_path / "s", ct_values(), GRID)
+    write_series(tmp_path / ".trash" / "s", ct_values((20, 20, 20)), GRID)
+    scan = read_scan(tmp_path)
+    assert same_in_patient(scan, ct_values(), GRID)
+    assert scan.warnings == ()
+
+
+def test_an_unreadable_subfolder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uid = write_series(tmp_path / "a", ct_values()[..., :5], GRID)
+    write_series(tmp_path / "b", ct_values()[..., 5:], UPPER, series_uid=uid)
+    scandir = os.scandir
+
+    def denied(folder: str) -> Any:
+        if str(folder).endswith("b"):
+            raise PermissionError(13, "Permission denied", str(folder))
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", denied)
+    with pytest.raises(ScanError, match=r"b: a folder that cannot be read \(Permission denied\)"):
+        read_scan(tmp_path)
