@@ -12,7 +12,7 @@ series reader (sorts, but neither chooses, nor sees gaps, nor reads zips); pydic
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -34,8 +34,8 @@ from cascadeseg.formats.dicom_files import (
     looked_into,
     source_of,
     sources_of,
-    stored_values,
 )
+from cascadeseg.formats.dicom_pixels import values_reader
 from cascadeseg.formats.dicom_stack import Layer, Stack, stacks_of
 from cascadeseg.formats.memory import refuse_oversized
 from cascadeseg.formats.placement import checked_grid, checked_spacing
@@ -186,19 +186,8 @@ def _volume(stack: Stack, outline: Scan) -> npt.NDArray[Any]:
     dtype = outline.voxels.dtype
     as_hu = len({slice_.rescale for slice_ in stack.slices}) > 1
     volume = np.empty((len(stack.layers), *stack.canvas), dtype)
+    stored_values = values_reader()
     air = _into((PADDING_HU - outline.intercept) / outline.slope, dtype)
-
-    def fill(item: tuple[int, Layer]) -> None:
-        index, layer = item
-        volume[index] = _layer_values(stack, layer, dtype, as_hu, float(air))
-
-    with ThreadPoolExecutor(READERS) as pool:
-        list(pool.map(fill, enumerate(stack.layers)))
-    return volume.transpose(2, 1, 0)
-
-
-def _layer_values(stack: Stack, layer: Layer, dtype: np.dtype[Any], as_hu: bool, air: float) -> npt.NDArray[Any]:
-    """(rows, columns) of one layer, of type ``dtype``."""
 
     def placed(index: int) -> npt.NDArray[Any]:
         slice_ = stack.slices[index]
@@ -206,9 +195,20 @@ def _layer_values(stack: Stack, layer: Layer, dtype: np.dtype[Any], as_hu: bool,
         if as_hu:
             values = values.astype(np.float32) * np.float32(slice_.slope) + np.float32(slice_.intercept)
         if stack.is_tilted:
-            values = _shifted(values, stack.shifts[index] - stack.shifts.min(axis=0), stack.canvas, air)
+            values = _shifted(values, stack.shifts[index] - stack.shifts.min(axis=0), stack.canvas, float(air))
         return values
 
+    def fill(item: tuple[int, Layer]) -> None:
+        index, layer = item
+        volume[index] = _layer_values(layer, placed, dtype)
+
+    with ThreadPoolExecutor(READERS) as pool:
+        list(pool.map(fill, enumerate(stack.layers)))
+    return volume.transpose(2, 1, 0)
+
+
+def _layer_values(layer: Layer, placed: Callable[[int], npt.NDArray[Any]], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """(rows, columns) of one layer, of type ``dtype``, from what gives each slice on the volume's canvas."""
     values = placed(layer.lower)
     if layer.weight:
         lower, upper = values.astype(np.float32), placed(layer.upper).astype(np.float32)

@@ -1,14 +1,12 @@
-"""DICOM files one by one: which of them are CT slices, where each slice lies, and its stored values.
+"""DICOM files one by one: which of them are CT slices, and where each slice lies.
 
 Headers are read without their pixels. Of uncompressed files the place of the pixels is kept, so that the second
-pass reads nothing else; others are decoded by pydicom, or by GDCM (in SimpleITK) where pydicom has no decoder, as
-for lossless JPEG.
+pass (`dicom_pixels`) reads nothing else.
 """
 
 from __future__ import annotations
 
 import os
-import tempfile
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -17,10 +15,13 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
-import numpy.typing as npt
 import pydicom
-from pydicom.pixels import get_decoder, pixel_array
-from pydicom.uid import ExplicitVRLittleEndian, ImplicitVRLittleEndian, MediaStorageDirectoryStorage
+from pydicom.uid import (
+    ExplicitVRBigEndian,
+    ExplicitVRLittleEndian,
+    ImplicitVRLittleEndian,
+    MediaStorageDirectoryStorage,
+)
 
 from cascadeseg.errors import ScanError
 from cascadeseg.formats.names import suffix_of
@@ -77,6 +78,7 @@ class Slice:
     Attributes:
         source: its file.
         frame: which frame of the file, from 0.
+        frames: how many the file has.
         pixels_at: where its values start in the file, or None where they have to be decoded.
         series: the series that it belongs to.
         uid: SOPInstanceUID, of all of its file's frames.
@@ -93,6 +95,7 @@ class Slice:
 
     source: Source
     frame: int
+    frames: int
     pixels_at: int | None
     series: Series
     uid: str
@@ -199,35 +202,6 @@ def looked_into(source: Source) -> Found:
     return Found(kind, tuple(slices), series_uid)
 
 
-def stored_values(slice_: Slice) -> npt.NDArray[Any]:
-    """(rows, columns) stored values of a slice, of type ``slice_.stored``.
-
-    Raises:
-        ScanError: the pixels are damaged, or compressed in a way that nothing here can undo.
-    """
-    rows, columns = slice_.shape
-    if slice_.pixels_at is not None:
-        wanted = rows * columns * slice_.stored.itemsize
-        with slice_.source.open() as stream:
-            stream.seek(slice_.pixels_at)
-            held = stream.read(wanted)
-        if len(held) < wanted:
-            raise ScanError(slice_.source.name, "the file is cut short", "", "copy or download it again")
-        return np.frombuffer(held, slice_.stored.newbyteorder("<")).reshape(rows, columns)
-    with slice_.source.open() as stream:
-        data = pydicom.dcmread(stream, force=True)
-        try:
-            if _pydicom_decodes(data.file_meta.TransferSyntaxUID):
-                values = np.asarray(pixel_array(data, index=slice_.frame, raw=True))
-            else:
-                values = _decoded_by_gdcm(data)[slice_.frame]
-        except Exception as problem:  # each decoder has errors of its own, and all of them mean one thing
-            encoding = data.file_meta.TransferSyntaxUID.name
-            found = f"pixels that cannot be decoded ({encoding}: {' '.join(str(problem).split())[:120]})"
-            raise ScanError(slice_.source.name, found, "", "decompress the files, e.g. with dcmdjpeg") from problem
-    return values.reshape(rows, columns).astype(slice_.stored, copy=False)
-
-
 def _looks_like_dicom(start: bytes) -> bool:
     """By the magic word, or (files without a preamble) by a first tag of group 2 or 8."""
     return start[128:132] == b"DICM" or start[:4] in (b"\x08\x00\x05\x00", b"\x08\x00\x08\x00", b"\x02\x00\x00\x00")
@@ -253,23 +227,20 @@ def _classified(source: Source, header: Any, stream: IO[bytes]) -> tuple[str, li
     found = [place for place in places if place is not None]
     if len(found) < frames:
         return NO_PLACE, []
-    start, encoding = _pixels_start(header, stream), header.file_meta.get("TransferSyntaxUID", "")
+    start = _pixels_start(header, stream)
     if start is not None and start < 0:
         return DAMAGED, []
-    decoded_hu = start is None and not _pydicom_decodes(encoding)
-    return "CT", [_slice(source, header, i, place, start, decoded_hu) for i, place in enumerate(found)]
+    return "CT", [_slice(source, header, i, place, start) for i, place in enumerate(found)]
 
 
-def _slice(source: Source, header: Any, frame: int, place: _Place, start: int | None, decoded_hu: bool) -> Slice:
+def _slice(source: Source, header: Any, frame: int, place: _Place, start: int | None) -> Slice:
     rows, columns = int(header.Rows), int(header.Columns)
     bits, signed = int(header.get("BitsAllocated", 16)), int(header.get("PixelRepresentation", 0)) == 1
     stored = np.dtype(f"{'i' if signed else 'u'}{max(1, bits // 8)}")
-    slope, intercept = place.slope, place.intercept
-    if decoded_hu:  # GDCM rescales by itself
-        stored, slope, intercept = np.dtype(np.int16 if int(header.get("BitsStored", 16)) < 16 else np.int32), 1.0, 0.0
     return Slice(
         source=source,
         frame=frame,
+        frames=int(header.get("NumberOfFrames", None) or 1),
         pixels_at=None if start is None else start + frame * rows * columns * stored.itemsize,
         series=Series(
             str(header.get("SeriesInstanceUID", "")),
@@ -285,8 +256,8 @@ def _slice(source: Source, header: Any, frame: int, place: _Place, start: int | 
         position_mm=place.position_mm,
         orientation=place.orientation,
         pixel_spacing_mm=place.pixel_spacing_mm,
-        slope=slope,
-        intercept=intercept,
+        slope=place.slope,
+        intercept=place.intercept,
     )
 
 
@@ -330,12 +301,22 @@ def _tag(header: Any, frame: int, group: str, keyword: str) -> Any:
     return None
 
 
+def encoding_of(header: Any) -> Any:
+    """The transfer syntax of a file, from how pydicom found its tags written where the file does not say."""
+    if "TransferSyntaxUID" in header.file_meta:
+        return header.file_meta.TransferSyntaxUID
+    is_implicit, is_little_endian = header.original_encoding
+    if not is_little_endian:
+        return ExplicitVRBigEndian
+    return ImplicitVRLittleEndian if is_implicit else ExplicitVRLittleEndian
+
+
 def _pixels_start(header: Any, stream: IO[bytes]) -> int | None:
     """Where an uncompressed file's values start; None if it is compressed, -1 if values are missing.
 
     The stream stands at the tag of the pixels, where pydicom stopped.
     """
-    encoding = header.file_meta.get("TransferSyntaxUID", "") if hasattr(header, "file_meta") else ""
+    encoding = encoding_of(header)
     if encoding not in NATIVE_ENCODINGS or int(header.get("BitsAllocated", 16)) not in (8, 16, 32):
         return None
     tag = stream.read(12)
@@ -348,23 +329,3 @@ def _pixels_start(header: Any, stream: IO[bytes]) -> int | None:
     start = stream.tell() - (0 if explicit else 4)
     end = stream.seek(0, 2)
     return start if length >= wanted and end - start >= wanted else -1
-
-
-def _pydicom_decodes(encoding: str) -> bool:
-    try:
-        return bool(get_decoder(encoding).is_available)
-    except (NotImplementedError, ValueError):
-        return encoding in NATIVE_ENCODINGS
-
-
-def _decoded_by_gdcm(data: Any) -> npt.NDArray[Any]:
-    """(frames, rows, columns) HU, for encodings that pydicom has no decoder for."""
-    import SimpleITK
-
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "slice.dcm"
-        data.save_as(file)
-        image = SimpleITK.ReadImage(str(file), imageIO="GDCMImageIO")
-    values: npt.NDArray[Any] = SimpleITK.GetArrayFromImage(image)
-    whole = np.rint(values) if values.dtype.kind == "f" else values
-    return whole.reshape(-1, *values.shape[-2:])

@@ -78,31 +78,47 @@ def write_series(
     return uid
 
 
-def write_enhanced(path: Path, hu: npt.NDArray[Any], grid: Grid) -> None:
-    """Writes (X, Y, Z) HU as one enhanced CT file of many frames."""
+def write_enhanced(
+    path: Path,
+    hu: npt.NDArray[Any],
+    grid: Grid,
+    *,
+    encoding: str = ExplicitVRLittleEndian,
+    intercepts: Sequence[int] | None = None,
+) -> None:
+    """Writes (X, Y, Z) HU as one enhanced CT file of many frames, which may have a rescale intercept each."""
     data = _slice(hu[:, :, 0].T, signed=False)
     data.SOPClassUID = EnhancedCTImageStorage
     data.StudyInstanceUID, data.SeriesInstanceUID = "1.2.3", generate_uid()
     data.NumberOfFrames = hu.shape[2]
-    data.PixelData = (hu.T - INTERCEPT).astype("<u2").tobytes()
+    each = np.full(hu.shape[2], INTERCEPT) if intercepts is None else np.asarray(intercepts)
+    data.PixelData = (hu.T - each[:, None, None]).astype("<u2").tobytes()
     del data.RescaleSlope, data.RescaleIntercept
-    shared, measures, orientation, values = Dataset(), Dataset(), Dataset(), Dataset()
+    shared, measures, orientation = Dataset(), Dataset(), Dataset()
     measures.PixelSpacing = [grid.spacing_mm[1], grid.spacing_mm[0]]
     orientation.ImageOrientationPatient = [f"{v:.6f}" for v in _orientation(grid)]
-    values.RescaleSlope, values.RescaleIntercept = 1, INTERCEPT
     shared.PixelMeasuresSequence = Items([measures])
     shared.PlaneOrientationSequence = Items([orientation])
-    shared.PixelValueTransformationSequence = Items([values])
+    if intercepts is None:
+        shared.PixelValueTransformationSequence = Items([_rescale(INTERCEPT)])
     data.SharedFunctionalGroupsSequence = Items([shared])
     frames = []
     for k in range(hu.shape[2]):
         frame, place = Dataset(), Dataset()
         place.ImagePositionPatient = [f"{v:.6f}" for v in RAS_TO_LPS @ grid.world([0, 0, k])]
         frame.PlanePositionSequence = Items([place])
+        if intercepts is not None:
+            frame.PixelValueTransformationSequence = Items([_rescale(intercepts[k])])
         frames.append(frame)
     data.PerFrameFunctionalGroupsSequence = Items(frames)
     path.parent.mkdir(parents=True, exist_ok=True)
-    _save(data, path, ExplicitVRLittleEndian)
+    _save(data, path, encoding)
+
+
+def _rescale(intercept: int) -> Dataset:
+    values = Dataset()
+    values.RescaleSlope, values.RescaleIntercept = 1, intercept
+    return values
 
 
 def _orientation(grid: Grid) -> npt.NDArray[np.float64]:

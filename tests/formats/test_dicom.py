@@ -9,18 +9,22 @@ from typing import Any
 import numpy as np
 import pytest
 import SimpleITK
+from pydicom import dcmread
+from pydicom.data import get_testdata_file
+from pydicom.encaps import encapsulate
 from pydicom.uid import (
     DeflatedExplicitVRLittleEndian,
     ExplicitVRBigEndian,
     ExplicitVRLittleEndian,
     ImplicitVRLittleEndian,
+    JPEGLosslessSV1,
     JPEGLSLossless,
     RLELossless,
     generate_uid,
 )
 
 from cascadeseg.errors import ScanError
-from cascadeseg.formats import Scan, dicom_files, find_scans, read_scan, scan_of, write_labels
+from cascadeseg.formats import Scan, dicom_pixels, find_scans, read_scan, scan_of, write_labels
 from cascadeseg.formats.dicom import DicomSeries
 from cascadeseg.geometry import Box, Grid
 from tests.formats.dicom_series import write_enhanced, write_series
@@ -78,22 +82,65 @@ def test_every_encoding(tmp_path: Path, encoding: Any, signed: bool) -> None:
     assert same_in_patient(scan, ct_values(), GRID)
 
 
-def test_what_pydicom_cannot_decode_is_decoded_by_gdcm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_series(tmp_path, ct_values(), GRID, encoding=RLELossless)
-    monkeypatch.setattr(dicom_files, "_pydicom_decodes", lambda _: False)
+def broken(*_: object, **__: object) -> None:
+    raise RuntimeError("no decoder")
+
+
+@pytest.mark.parametrize("encoding", [RLELossless, JPEGLSLossless])
+@pytest.mark.parametrize("signed", [False, True], ids=["unsigned", "signed"])
+def test_what_pydicom_cannot_decode_is_decoded_by_gdcm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: Any, signed: bool
+) -> None:
+    write_series(tmp_path, ct_values(), GRID, encoding=encoding, signed=signed)
+    monkeypatch.setattr(dicom_pixels, "pixel_array", broken)
     scan = read_scan(tmp_path)
     assert same_in_patient(scan, ct_values(), GRID)
-    assert (scan.voxels.dtype, scan.intercept) == (np.int16, 0.0)
+    assert (scan.voxels.dtype, scan.intercept) == ((np.int16, 0.0) if signed else (np.uint16, -1024.0))
+
+
+def test_lossless_jpeg(tmp_path: Path) -> None:
+    """GDCM's own writing of it, which keeps neither place nor scale."""
+    write_series(tmp_path, ct_values(), GRID)
+    for file in tmp_path.iterdir():
+        writer = SimpleITK.ImageFileWriter()
+        writer.UseCompressionOn()
+        writer.SetCompressor("JPEG")
+        data = dcmread(file)
+        writer.Execute(SimpleITK.GetImageFromArray(data.pixel_array[None]), str(tmp_path / "jpeg.dcm"), True, -1)
+        jpeg = dcmread(tmp_path / "jpeg.dcm")
+        data.PixelData, data.file_meta.TransferSyntaxUID = jpeg.PixelData, jpeg.file_meta.TransferSyntaxUID
+        data["PixelData"].is_undefined_length = True
+        data.save_as(file)
+        (tmp_path / "jpeg.dcm").unlink()
+    assert data.file_meta.TransferSyntaxUID == JPEGLosslessSV1
+    assert same_in_patient(read_scan(tmp_path), ct_values(), GRID)
+
+
+def test_jpeg_of_twelve_bits(tmp_path: Path) -> None:
+    """pydicom has a decoder for it (Pillow), which decodes 8 bits only."""
+    picture = dcmread(str(get_testdata_file("JPEG-lossy.dcm", download=False)))
+    values = SimpleITK.GetArrayFromImage(SimpleITK.ReadImage(str(picture.filename)))[0]
+    grid = Grid((*values.T.shape, 3), GRID.affine)
+    jpeg = {key: picture[key].value for key in ("PixelData", "BitsStored", "HighBit", "PixelRepresentation")}
+    write_series(tmp_path, np.zeros(grid.shape, int), grid)
+    for file in tmp_path.iterdir():
+        data = dcmread(file)
+        for key, value in jpeg.items():
+            setattr(data, key, value)
+        data.file_meta.TransferSyntaxUID = picture.file_meta.TransferSyntaxUID
+        data["PixelData"].is_undefined_length = True
+        data.save_as(file)
+    scan = read_scan(tmp_path)
+    assert np.array_equal(scan.voxels, np.repeat(values.T[..., None], 3, axis=2))
 
 
 def test_pixels_that_nothing_can_decode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_series(tmp_path, ct_values(), GRID, encoding=JPEGLSLossless)
-
-    def broken(*_: object, **__: object) -> None:
-        raise RuntimeError("no decoder")
-
-    monkeypatch.setattr(dicom_files, "pixel_array", broken)
-    with pytest.raises(ScanError, match=r"pixels that cannot be decoded \(JPEG-LS Lossless.*: no decoder\)"):
+    for file in tmp_path.iterdir():
+        data = dcmread(file)
+        data.PixelData = encapsulate([bytes(100)])
+        data.save_as(file)
+    with pytest.raises(ScanError, match=r"pixels that cannot be decoded \(JPEG-LS Lossless.*: .+\); decompress"):
         read_scan(tmp_path)
 
 
@@ -138,6 +185,21 @@ def test_enhanced_ct(tmp_path: Path) -> None:
     write_enhanced(tmp_path / "enhanced.dcm", ct_values(), oblique_grid())
     for path in (tmp_path, tmp_path / "enhanced.dcm"):
         assert same_in_patient(read_scan(path), ct_values(), oblique_grid())
+
+
+@pytest.mark.parametrize("by_gdcm", [False, True])
+def test_a_compressed_enhanced_ct_is_decoded_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_gdcm: bool
+) -> None:
+    intercepts = [-1024 - 10 * k for k in range(10)]
+    write_enhanced(tmp_path / "e.dcm", ct_values(), oblique_grid(), encoding=RLELossless, intercepts=intercepts)
+    opened = []
+    read = dicom_pixels._pixel_data
+    monkeypatch.setattr(dicom_pixels, "_pixel_data", lambda source: opened.append(source) or read(source))
+    if by_gdcm:
+        monkeypatch.setattr(dicom_pixels, "pixel_array", broken)
+    assert same_in_patient(read_scan(tmp_path), ct_values(), oblique_grid())
+    assert len(opened) == 1
 
 
 def test_the_largest_series_is_taken_and_the_others_are_named(tmp_path: Path) -> None:

@@ -1,0 +1,101 @@
+"""The stored values of CT slices: read where they lie in the file, or decoded.
+
+pydicom decodes, or GDCM (in SimpleITK) what pydicom has no decoder for, as lossless JPEG and JPEG of 12 bits.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pydicom
+from pydicom.pixels import pixel_array
+from pydicom.uid import MultiFrameGrayscaleWordSecondaryCaptureImageStorage, generate_uid
+
+from cascadeseg.errors import ScanError
+from cascadeseg.formats.dicom_files import Slice, Source, encoding_of
+
+_TAGS = [
+    *("SamplesPerPixel", "PhotometricInterpretation", "NumberOfFrames", "Rows", "Columns", "BitsAllocated"),
+    *("BitsStored", "HighBit", "PixelRepresentation", "ExtendedOffsetTable", "ExtendedOffsetTableLengths"),
+    "PixelData",
+]
+
+
+def values_reader() -> Callable[[Slice], npt.NDArray[Any]]:
+    """What gives the (rows, columns) stored values of a slice, of type ``slice_.stored``.
+
+    It may be called from several threads. A file of many frames is decoded whole, and kept until the next one. What it
+    gives out raises ScanError for pixels that are damaged, or compressed in a way that nothing here can undo.
+    """
+    held: dict[str, npt.NDArray[Any]] = {}
+    lock = Lock()
+
+    def values(slice_: Slice) -> npt.NDArray[Any]:
+        if slice_.pixels_at is not None:
+            return _read(slice_, slice_.pixels_at)
+        if slice_.frames == 1:
+            return _decoded(slice_).reshape(slice_.shape)
+        with lock:
+            if slice_.source.name not in held:
+                held.clear()
+                held[slice_.source.name] = _decoded(slice_)
+            frame: npt.NDArray[Any] = held[slice_.source.name][slice_.frame]
+        return frame
+
+    return values
+
+
+def _read(slice_: Slice, start: int) -> npt.NDArray[Any]:
+    rows, columns = slice_.shape
+    wanted = rows * columns * slice_.stored.itemsize
+    with slice_.source.open() as stream:
+        stream.seek(start)
+        held = stream.read(wanted)
+    if len(held) < wanted:
+        raise ScanError(slice_.source.name, "the file is cut short", "", "copy or download it again")
+    return np.frombuffer(held, slice_.stored.newbyteorder("<")).reshape(rows, columns)
+
+
+def _decoded(slice_: Slice) -> npt.NDArray[Any]:
+    """(frames, rows, columns) stored values of a slice's file."""
+    data, encoding = _pixel_data(slice_.source)
+    try:
+        try:
+            values = np.asarray(pixel_array(data, raw=True))
+        except Exception as problem:  # each decoder has errors of its own, and all of them mean one thing
+            values = _decoded_by_gdcm(data, problem)
+        return values.reshape(slice_.frames, *slice_.shape).astype(slice_.stored, copy=False)
+    except Exception as problem:
+        found = f"pixels that cannot be decoded ({encoding.name}: {' '.join(str(problem).split())[:120]})"
+        raise ScanError(slice_.source.name, found, "", "decompress the files, e.g. with dcmdjpeg") from problem
+
+
+def _pixel_data(source: Source) -> tuple[Any, Any]:
+    """What of a file tells its pixels, and its transfer syntax."""
+    with source.open() as stream:
+        data = pydicom.dcmread(stream, force=True, specific_tags=_TAGS)
+    data.file_meta.TransferSyntaxUID = encoding = encoding_of(data)
+    return data, encoding
+
+
+def _decoded_by_gdcm(data: Any, problem: Exception) -> npt.NDArray[Any]:
+    """The stored values by GDCM; raises ``problem``, which says more than its errors do, if it cannot either.
+
+    The file it is given is no CT, for of a CT it would rescale all frames as the first.
+    """
+    import SimpleITK
+
+    data.SOPClassUID, data.SOPInstanceUID = MultiFrameGrayscaleWordSecondaryCaptureImageStorage, generate_uid()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "slice.dcm"
+        data.save_as(file)
+        try:
+            return np.asarray(SimpleITK.GetArrayFromImage(SimpleITK.ReadImage(str(file), imageIO="GDCMImageIO")))
+        except RuntimeError:
+            raise problem from None
