@@ -41,7 +41,15 @@ _TAGS = [
     *("SOPInstanceUID", "Modality", "ImageType", "StudyInstanceUID", "SeriesInstanceUID", "SeriesNumber"),
     *("SeriesDescription", "InstanceNumber", "AcquisitionNumber", "ImagePositionPatient"),
     *("ImageOrientationPatient", "PixelSpacing", "Rows", "Columns", "SamplesPerPixel", "BitsAllocated"),
-    *("BitsStored", "PixelRepresentation", "RescaleSlope", "RescaleIntercept", "NumberOfFrames"),
+    *(
+        "BitsStored",
+        "HighBit",
+        "PixelPaddingValue",
+        "PixelRepresentation",
+        "RescaleSlope",
+        "RescaleIntercept",
+        "NumberOfFrames",
+    ),
     *("SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence"),
 ]
 
@@ -86,6 +94,9 @@ class Slice:
         acquisition: AcquisitionNumber.
         shape: (rows, columns).
         stored: type of the values.
+        shifts: bits by which a word of the file is shifted up and then down to give the value: the bits beside it may
+            hold anything, as an overlay, and no sign.
+        padding: PixelPaddingValue, the word for "not measured", or None.
         position_mm: (3,) centre of the first voxel, LPS+.
         orientation: (6,) unit vectors along a row and along a column, LPS+.
         pixel_spacing_mm: (between rows, between columns).
@@ -103,6 +114,8 @@ class Slice:
     acquisition: int
     shape: tuple[int, int]
     stored: np.dtype[Any]
+    shifts: tuple[int, int]
+    padding: int | None
     position_mm: tuple[float, ...]
     orientation: tuple[float, ...]
     pixel_spacing_mm: tuple[float, float]
@@ -237,6 +250,7 @@ def _slice(source: Source, header: Any, frame: int, place: _Place, start: int | 
     rows, columns = int(header.Rows), int(header.Columns)
     bits, signed = int(header.get("BitsAllocated", 16)), int(header.get("PixelRepresentation", 0)) == 1
     stored = np.dtype(f"{'i' if signed else 'u'}{max(1, bits // 8)}")
+    padding = header.get("PixelPaddingValue", None)
     return Slice(
         source=source,
         frame=frame,
@@ -253,12 +267,21 @@ def _slice(source: Source, header: Any, frame: int, place: _Place, start: int | 
         acquisition=int(header.get("AcquisitionNumber", None) or 0),
         shape=(rows, columns),
         stored=stored,
+        shifts=_shifts(header, bits),
+        padding=padding if isinstance(padding, int) else None,
         position_mm=place.position_mm,
         orientation=place.orientation,
         pixel_spacing_mm=place.pixel_spacing_mm,
         slope=place.slope,
         intercept=place.intercept,
     )
+
+
+def _shifts(header: Any, bits: int) -> tuple[int, int]:
+    stored = int(header.get("BitsStored", None) or bits)
+    high = header.get("HighBit", None)
+    above = bits - 1 - (stored - 1 if high is None else int(high))
+    return (above, bits - stored) if 0 <= above <= bits - stored else (0, 0)
 
 
 @dataclass(frozen=True)

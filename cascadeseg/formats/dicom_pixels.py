@@ -59,7 +59,20 @@ def _read(slice_: Slice, start: int) -> npt.NDArray[Any]:
         held = stream.read(wanted)
     if len(held) < wanted:
         raise ScanError(slice_.source.name, "the file is cut short", "", "copy or download it again")
-    return np.frombuffer(held, slice_.stored.newbyteorder("<")).reshape(rows, columns)
+    return _without_other_bits(np.frombuffer(held, slice_.stored.newbyteorder("<")), slice_).reshape(rows, columns)
+
+
+def _without_other_bits(words: npt.NDArray[Any], slice_: Slice) -> npt.NDArray[Any]:
+    """The values in the words of a file; padding beside the stored bits becomes the lowest value that they can hold."""
+    up, down = slice_.shifts
+    if down == 0:
+        return words
+    values: npt.NDArray[Any] = (words << up) >> down
+    if slice_.padding is not None:
+        word = np.array([slice_.padding]).astype(words.dtype)
+        if (word << up >> down << down - up) != word:
+            values[words == word] = np.iinfo(words.dtype).min >> down
+    return values
 
 
 def _decoded(slice_: Slice) -> npt.NDArray[Any]:

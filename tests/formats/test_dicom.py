@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,44 @@ def test_jpeg_of_twelve_bits(tmp_path: Path) -> None:
         data.save_as(file)
     scan = read_scan(tmp_path)
     assert np.array_equal(scan.voxels, np.repeat(values.T[..., None], 3, axis=2))
+
+
+def changed_words(folder: Path, change: Callable[[np.ndarray], np.ndarray], **tags: int) -> None:
+    """Changes the 16-bit words of every picture in a folder."""
+    for file in folder.iterdir():
+        data = dcmread(file)
+        data.PixelData = change(np.frombuffer(data.PixelData, "<u2")).astype("<u2").tobytes()
+        for keyword, value in tags.items():
+            setattr(data, keyword, value)
+        data.save_as(file)
+
+
+def test_an_overlay_beside_the_stored_bits_is_no_value(tmp_path: Path) -> None:
+    write_series(tmp_path, ct_values(), GRID)
+    changed_words(tmp_path, lambda words: np.where(np.arange(len(words)) % 7, words, words | 0x9000))
+    assert same_in_patient(read_scan(tmp_path), ct_values(), GRID)
+
+
+def test_values_in_the_upper_bits(tmp_path: Path) -> None:
+    write_series(tmp_path, ct_values(), GRID)
+    changed_words(tmp_path, lambda words: words << 4 | 5, HighBit=15)
+    assert same_in_patient(read_scan(tmp_path), ct_values(), GRID)
+
+
+@pytest.mark.parametrize("kept", [0x0FFF, 0xFFFF], ids=["no sign beside them", "sign beside them"])
+def test_signed_values_of_twelve_bits(tmp_path: Path, kept: int) -> None:
+    write_series(tmp_path, ct_values(), GRID, signed=True, PixelPaddingValue=int(ct_values().min()))
+    changed_words(tmp_path, lambda words: words & kept, BitsStored=12, HighBit=11)
+    assert same_in_patient(read_scan(tmp_path), ct_values(), GRID)
+
+
+@pytest.mark.parametrize("encoding", [ImplicitVRLittleEndian, ExplicitVRLittleEndian])
+def test_padding_beside_the_stored_bits_is_air(tmp_path: Path, encoding: str) -> None:
+    hu = ct_values()
+    hu[:3] = -1024
+    write_series(tmp_path, hu, GRID, encoding=encoding, PixelPaddingValue=63536)
+    changed_words(tmp_path, lambda words: np.where(words == 0, 63536, words))
+    assert same_in_patient(read_scan(tmp_path), hu, GRID)
 
 
 def test_pixels_that_nothing_can_decode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
