@@ -68,7 +68,7 @@ def read_dicom(path: Path, series: str | None = None, before: Before = nothing) 
 
     Args:
         path: a folder (nested ones too), a zip of one, or a single file: an enhanced CT is read from it, of a slice
-            the rest of its series is looked for in its folder.
+            the rest of its series (or ``series``) is looked for in its folder.
         series: SeriesInstanceUID; the largest CT series if None.
         before: see `read_scan`.
 
@@ -83,9 +83,11 @@ def read_dicom(path: Path, series: str | None = None, before: Before = nothing) 
         odd: list[str] = []
         if path.is_file() and len(sources) == 1 and len(slices) == 1:
             files = _looked_into([source_of(file) for file in _siblings(path)])
-            series = slices[0].series.uid
-            slices = [slice_ for slice_ in _slices(files) if slice_.series.uid == series]
-            odd = [f"this is one slice of a series; the {len(slices)} slices of it in the folder were read"]
+            own = slices[0].series.uid
+            series, slices = series or own, _slices(files)
+            count = sum(slice_.series.uid == series for slice_ in slices)
+            which = "it" if series == own else f"series {series}"
+            odd = [f"this is one slice of a series; the {count} slices of {which} in the folder were read"]
         if not slices:
             raise _no_ct(path, files)
         stack, others = _chosen(stacks_of(slices), series, path)

@@ -214,6 +214,17 @@ def test_one_file_means_its_series(tmp_path: Path) -> None:
     assert scan.warnings == ("this is one slice of a series; the 10 slices of it in the folder were read",)
 
 
+def test_one_file_and_another_series(tmp_path: Path) -> None:
+    write_series(tmp_path, ct_values(), GRID)
+    other = write_series(tmp_path, ct_values(seed=9), GRID, name="other{}.dcm")
+    scan = read_scan(tmp_path / "slice004.dcm", series=other)
+    assert same_in_patient(scan, ct_values(seed=9), GRID)
+    said = f"this is one slice of a series; the 10 slices of series {other} in the folder were read"
+    assert scan.warnings == (said,)
+    with pytest.raises(ScanError, match=r"no CT series 9.9; expected one of "):
+        read_scan(tmp_path / "slice004.dcm", series="9.9")
+
+
 def test_one_file_alone(tmp_path: Path) -> None:
     write_series(tmp_path, ct_values()[..., :1], GRID)
     with pytest.raises(ScanError, match="single CT pictures, no two of which make a volume; expected a CT series"):
