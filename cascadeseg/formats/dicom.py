@@ -124,20 +124,26 @@ def _siblings(path: Path) -> list[Path]:
 
 def _lost(files: Sequence[Found], series_uid: str) -> list[str]:
     """A warning of the files that may have held slices of the series and gave none."""
-    lost = Counter(file.kind for file in files if file.kind in LOST and file.series_uid in ("", series_uid))
+    lost = [file for file in files if file.kind in LOST and file.series_uid in ("", series_uid)]
     return [f"left out, though perhaps of the series: {_counted(lost)}"] if lost else []
 
 
-def _counted(kinds: Counter[str]) -> str:
-    return ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+def _counted(files: Sequence[Found]) -> str:
+    """How many files there are of each kind, and what is wrong with the first of them."""
+    kinds = Counter(file.kind for file in files)
+    first = {file.kind: file.problem for file in reversed(files)}
+    return ", ".join(
+        f"{count} {kind}" + (f" (the first: {first[kind]})" if first[kind] else "")
+        for kind, count in kinds.most_common()
+    )
 
 
 def _no_ct(path: Path, files: Sequence[Found]) -> ScanError:
-    kinds = Counter(file.kind for file in files if file.kind != NOT_DICOM)
-    if not kinds:
+    dicom = [file for file in files if file.kind != NOT_DICOM]
+    if not dicom:
         what = "a folder" if path.is_dir() else "a file"
         return ScanError(path, f"{what} without DICOM", "a DICOM CT series, NIfTI, MHA/MHD or NRRD")
-    return ScanError(path, f"no CT slices (found: {_counted(kinds)})", "a CT series")
+    return ScanError(path, f"no CT slices; found {_counted(dicom)}", "a CT series")
 
 
 def _chosen(stacks: list[Stack], series: str | None, path: Path) -> tuple[Stack, list[str]]:

@@ -30,7 +30,7 @@ NOT_DICOM = "not DICOM"
 DAMAGED = "damaged DICOM"
 NO_PIXELS = "DICOM without a picture"
 LOCALISER = "localiser"
-NO_PLACE = "CT without a position"
+NO_PLACE = "CT without a place"
 NO_FILE = "links to nothing"
 LOST = (DAMAGED, NO_PLACE, NO_FILE)
 """What may have been a slice of the scan."""
@@ -182,11 +182,17 @@ class Found:
         kind: "CT", or in a word or two why it is no part of a scan.
         slices: its CT slices.
         series_uid: SeriesInstanceUID, empty if it is not known.
+        problem: the file, and what is wrong with it.
     """
 
     kind: str
     slices: tuple[Slice, ...] = ()
     series_uid: str = ""
+    problem: str = ""
+
+
+class _NoPlaceError(Exception):
+    """A picture whose header does not say where it lies."""
 
 
 def looked_into(source: Source) -> Found:
@@ -199,7 +205,7 @@ def looked_into(source: Source) -> Found:
     try:
         stream = source.open()
     except FileNotFoundError:
-        return Found(NO_FILE)
+        return Found(NO_FILE, problem=source.name)
     except (OSError, RuntimeError, zipfile.BadZipFile) as problem:  # RuntimeError: a zip with a password
         raise ScanError(source.name, f"cannot be read ({problem})") from problem
     with stream:
@@ -210,8 +216,10 @@ def looked_into(source: Source) -> Found:
             header = pydicom.dcmread(stream, force=True, stop_before_pixels=True, specific_tags=_TAGS)
             series_uid = str(header.get("SeriesInstanceUID", ""))
             kind, slices = _classified(source, header, stream)
-        except Exception:  # a damaged header makes pydicom raise anything; the file is counted and left out
-            kind, slices = DAMAGED, []
+        except _NoPlaceError as problem:
+            return Found(NO_PLACE, (), series_uid, f"{source.name}: {problem}")
+        except Exception as problem:  # a damaged header makes pydicom raise anything; the file is told and left out
+            return Found(DAMAGED, (), series_uid, f"{source.name}: {' '.join(str(problem).split())[:120]}")
     return Found(kind, tuple(slices), series_uid)
 
 
@@ -228,7 +236,9 @@ def _classified(source: Source, header: Any, stream: IO[bytes]) -> tuple[str, li
     modality = str(header.get("Modality", "") or "no modality")
     if "Rows" not in header or "Columns" not in header:  # a CT, or a header that ends early, had a picture once
         is_whole = modality != "CT" and ("Modality" in header or _is_directory(header))
-        return NO_PIXELS if is_whole else DAMAGED, []
+        if not is_whole:
+            raise ValueError("the header ends early, or has no Rows and Columns")
+        return NO_PIXELS, []
     if modality != "CT":
         return modality, []
     if "LOCALIZER" in [str(word).upper() for word in header.get("ImageType", None) or []]:
@@ -237,13 +247,8 @@ def _classified(source: Source, header: Any, stream: IO[bytes]) -> tuple[str, li
         return "colour picture", []
     frames = int(header.get("NumberOfFrames", None) or 1)
     places = [_place(header, frame) for frame in range(frames)]
-    found = [place for place in places if place is not None]
-    if len(found) < frames:
-        return NO_PLACE, []
     start = _pixels_start(header, stream)
-    if start is not None and start < 0:
-        return DAMAGED, []
-    return "CT", [_slice(source, header, i, place, start) for i, place in enumerate(found)]
+    return "CT", [_slice(source, header, i, place, start) for i, place in enumerate(places)]
 
 
 def _slice(source: Source, header: Any, frame: int, place: _Place, start: int | None) -> Slice:
@@ -259,12 +264,12 @@ def _slice(source: Source, header: Any, frame: int, place: _Place, start: int | 
         series=Series(
             str(header.get("SeriesInstanceUID", "")),
             str(header.get("StudyInstanceUID", "")),
-            int(header.get("SeriesNumber", None) or 0),
+            _number(header, "SeriesNumber"),
             str(header.get("SeriesDescription", None) or ""),
         ),
         uid=str(header.get("SOPInstanceUID", "")),
-        instance=int(header.get("InstanceNumber", None) or 0) + frame,
-        acquisition=int(header.get("AcquisitionNumber", None) or 0),
+        instance=_number(header, "InstanceNumber") + frame,
+        acquisition=_number(header, "AcquisitionNumber"),
         shape=(rows, columns),
         stored=stored,
         shifts=_shifts(header, bits),
@@ -293,23 +298,59 @@ class _Place:
     intercept: float
 
 
-def _place(header: Any, frame: int) -> _Place | None:
-    """Where a frame lies and how it is scaled, or None if the header does not say."""
-    position = _tag(header, frame, "PlanePositionSequence", "ImagePositionPatient")
-    orientation = _tag(header, frame, "PlaneOrientationSequence", "ImageOrientationPatient")
-    spacing = _tag(header, frame, "PixelMeasuresSequence", "PixelSpacing")
-    slope = _tag(header, frame, "PixelValueTransformationSequence", "RescaleSlope")
-    intercept = _tag(header, frame, "PixelValueTransformationSequence", "RescaleIntercept")
-    if not position or not orientation or not spacing:
-        return None
-    rows_mm, columns_mm = map(float, spacing)
+def _place(header: Any, frame: int) -> _Place:
+    """Where a frame lies and how it is scaled.
+
+    Raises:
+        _NoPlaceError: the header does not say where.
+        ValueError: it scales by what is no number.
+    """
+    position = _lengths(header, frame, "PlanePositionSequence", "ImagePositionPatient", 3)
+    orientation = _lengths(header, frame, "PlaneOrientationSequence", "ImageOrientationPatient", 6)
+    rows_mm, columns_mm = _lengths(header, frame, "PixelMeasuresSequence", "PixelSpacing", 2)
+    if min(rows_mm, columns_mm) <= 0:
+        raise _NoPlaceError(f"PixelSpacing {rows_mm:g}, {columns_mm:g}")
+    if not 0.9 < float(np.linalg.norm(np.cross(orientation[:3], orientation[3:]))) < 1.1:
+        raise _NoPlaceError(f"ImageOrientationPatient {', '.join(f'{value:g}' for value in orientation)}")
+    slope = _floats(header, frame, "PixelValueTransformationSequence", "RescaleSlope")
+    intercept = _floats(header, frame, "PixelValueTransformationSequence", "RescaleIntercept")
     return _Place(
-        tuple(map(float, position)),
-        tuple(map(float, orientation)),
+        position,
+        orientation,
         (rows_mm, columns_mm),
-        1.0 if slope in (None, "", 0) else float(slope),
-        0.0 if intercept in (None, "") else float(intercept),
+        slope=(slope[0] if slope else 0.0) or 1.0,
+        intercept=intercept[0] if intercept else 0.0,
     )
+
+
+def _lengths(header: Any, frame: int, group: str, keyword: str, count: int) -> tuple[float, ...]:
+    try:
+        values = _floats(header, frame, group, keyword)
+    except ValueError as problem:
+        raise _NoPlaceError(problem) from problem
+    if len(values) != count:
+        raise _NoPlaceError(f"{keyword} of {len(values)} values, not {count}" if values else f"no {keyword}")
+    return values
+
+
+def _floats(header: Any, frame: int, group: str, keyword: str) -> tuple[float, ...]:
+    """The values of a tag, none if it is not there; raises ValueError for what is not a finite number."""
+    try:
+        value = _tag(header, frame, group, keyword)
+        values = tuple(float(one) for one in np.atleast_1d(() if value is None or value == "" else value))
+    except (TypeError, ValueError) as problem:
+        raise ValueError(f"{keyword}: {problem}") from problem
+    if not np.isfinite(values).all():
+        raise ValueError(f"{keyword}: {', '.join(map(str, values))}")
+    return values
+
+
+def _number(header: Any, keyword: str) -> int:
+    """A number that only orders or names, 0 if it is none."""
+    try:
+        return int(header.get(keyword, None) or 0)
+    except (TypeError, ValueError):
+        return 0
 
 
 def _tag(header: Any, frame: int, group: str, keyword: str) -> Any:
@@ -335,20 +376,25 @@ def encoding_of(header: Any) -> Any:
 
 
 def _pixels_start(header: Any, stream: IO[bytes]) -> int | None:
-    """Where an uncompressed file's values start; None if it is compressed, -1 if values are missing.
+    """Where an uncompressed file's values start; None if it is compressed.
 
     The stream stands at the tag of the pixels, where pydicom stopped.
+
+    Raises:
+        ValueError: values are missing.
     """
     encoding = encoding_of(header)
     if encoding not in NATIVE_ENCODINGS or int(header.get("BitsAllocated", 16)) not in (8, 16, 32):
         return None
     tag = stream.read(12)
     if tag[:4] != PIXELS_TAG:
-        return -1
+        raise ValueError("no pixels")
     explicit = encoding == ExplicitVRLittleEndian
     length = int.from_bytes(tag[8:12] if explicit else tag[4:8], "little")
     frames = int(header.get("NumberOfFrames", None) or 1)
     wanted = int(header.Rows) * int(header.Columns) * int(header.BitsAllocated) // 8 * frames
     start = stream.tell() - (0 if explicit else 4)
     end = stream.seek(0, 2)
-    return start if length >= wanted and end - start >= wanted else -1
+    if min(length, end - start) < wanted:
+        raise ValueError("the file is cut short")
+    return start

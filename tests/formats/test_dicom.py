@@ -272,13 +272,13 @@ def test_the_largest_series_is_taken_and_the_others_are_named(tmp_path: Path) ->
 
 def test_folders_without_ct(tmp_path: Path) -> None:
     write_series(tmp_path / "mr", ct_values(), GRID, Modality="MR")
-    with pytest.raises(ScanError, match=r"mr: no CT slices \(found: 10 MR\); expected a CT series"):
+    with pytest.raises(ScanError, match=r"mr: no CT slices; found 10 MR; expected a CT series"):
         read_scan(tmp_path / "mr")
     write_series(tmp_path / "scout", ct_values()[..., :2], GRID, ImageType=["ORIGINAL", "PRIMARY", "LOCALIZER"])
-    with pytest.raises(ScanError, match=r"found: 2 localiser"):
+    with pytest.raises(ScanError, match=r"found 2 localiser"):
         read_scan(tmp_path / "scout")
     write_series(tmp_path / "nowhere", ct_values(), GRID, ImagePositionPatient=None)
-    with pytest.raises(ScanError, match=r"found: 10 CT without a position"):
+    with pytest.raises(ScanError, match=r"found 10 CT without a place \(the first: .*slice001.dcm: no ImagePos"):
         read_scan(tmp_path / "nowhere")
 
 
@@ -432,12 +432,18 @@ def test_damaged_slices_are_left_out_and_filled(tmp_path: Path) -> None:
     assert scan.voxels.shape == SHAPE
     assert np.array_equal(scan.hu()[..., [0, 1, 2, 4, 5, 7, 8, 9]], ct_values()[..., [0, 1, 2, 4, 5, 7, 8, 9]])
     assert any("2 missing slices were interpolated" in warning for warning in scan.warnings)
-    assert scan.warnings[0] == "left out, though perhaps of the series: 2 damaged DICOM"
+    said = (
+        f"left out, though perhaps of the series: 2 damaged DICOM (the first: {tmp_path / 'slice004.dcm'}: the file is"
+    )
+    assert scan.warnings[0] == f"{said} cut short)"
 
 
 def test_spacing_that_cannot_be(tmp_path: Path) -> None:
     write_series(tmp_path, ct_values(), GRID, PixelSpacing=["0", "0.8"])
-    with pytest.raises(ScanError, match=r"voxel spacing \(0, 0.8, 2.5\) mm"):
+    with pytest.raises(ScanError, match=r"10 CT without a place \(the first: .*slice001.dcm: PixelSpacing 0, 0.8\)"):
+        read_scan(tmp_path)
+    write_series(tmp_path, ct_values(), GRID, PixelSpacing=["80", "0.8"])
+    with pytest.raises(ScanError, match=r"voxel spacing \(80, 0.8, 2.5\) mm"):
         read_scan(tmp_path)
 
 

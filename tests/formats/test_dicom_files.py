@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from pydicom import dcmread
 
 from cascadeseg.errors import ScanError
 from cascadeseg.formats import read_scan
@@ -24,7 +26,8 @@ def test_slices_without_a_pixel_spacing_are_told(tmp_path: Path) -> None:
     write_series(tmp_path, ct_values()[..., :2], GRID, name="other{}.dcm", PixelSpacing="")
     scan = read_scan(tmp_path)
     assert np.array_equal(scan.hu(), ct_values()[..., :7])
-    assert scan.warnings[0] == "left out, though perhaps of the series: 3 CT without a position"
+    first = f"{tmp_path / 'slice008.dcm'}: no PixelSpacing"
+    assert scan.warnings[0] == f"left out, though perhaps of the series: 3 CT without a place (the first: {first})"
 
 
 def test_links_to_nothing_are_told(tmp_path: Path) -> None:
@@ -35,7 +38,8 @@ def test_links_to_nothing_are_told(tmp_path: Path) -> None:
         file.unlink()
         file.symlink_to(tmp_path / "annex" / str(k))
     scan = read_scan(tmp_path)
-    assert scan.warnings[0] == "left out, though perhaps of the series: 3 links to nothing"
+    first = tmp_path / "slice008.dcm"
+    assert scan.warnings[0] == f"left out, though perhaps of the series: 3 links to nothing (the first: {first})"
     assert read_scan(tmp_path / "slice001.dcm").warnings[1:] == scan.warnings
 
 
@@ -73,3 +77,63 @@ def test_an_unreadable_subfolder_is_refused(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(os, "scandir", denied)
     with pytest.raises(ScanError, match=r"b: a folder that cannot be read \(Permission denied\)"):
         read_scan(tmp_path)
+
+
+def spoilt(folder: Path, keyword: str, text: str) -> None:
+    """Writes a text of the same length over a tag's value in every file of a folder, whatever the standard says."""
+    for file in folder.iterdir():
+        data = dcmread(file)
+        placeholder = "9" * (len(text) - len(text) % 2 + 2 * (len(text) % 2))
+        setattr(data, keyword, placeholder)
+        data.save_as(file)
+        content = file.read_bytes()
+        assert content.count(placeholder.encode()) == 1
+        file.write_bytes(content.replace(placeholder.encode(), text.ljust(len(placeholder)).encode()))
+
+
+@pytest.mark.parametrize("keyword", ["SeriesNumber", "InstanceNumber", "AcquisitionNumber"])
+@pytest.mark.parametrize("text", ["A1234567", "1.500000"])
+def test_numbers_that_are_none_cost_nothing(tmp_path: Path, keyword: str, text: str) -> None:
+    write_series(tmp_path, ct_values(), GRID)
+    spoilt(tmp_path, keyword, text)
+    scan = read_scan(tmp_path)
+    assert same_in_patient(scan, ct_values(), GRID)
+    assert scan.warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("keyword", "text", "kind"),
+    [
+        ("PixelSpacing", "0,80\\0,75", "CT without a place"),
+        ("PixelSpacing", "nan\\0.75", "CT without a place"),
+        ("RescaleSlope", "1,0000000000", "damaged DICOM"),
+        ("RescaleIntercept", "-1024.0 HU", "damaged DICOM"),
+    ],
+)
+def test_values_that_are_no_numbers_are_named(tmp_path: Path, keyword: str, text: str, kind: str) -> None:
+    write_series(tmp_path, ct_values(), GRID)
+    spoilt(tmp_path, keyword, text)
+    value = re.escape(text.split("\\")[0])
+    said = rf"no CT slices; found 10 {kind} \(the first: .*slice001.dcm: {keyword}: .*{value}.*\); expected a CT series"
+    with pytest.raises(ScanError, match=said):
+        read_scan(tmp_path)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("tags", "said"),
+    [
+        ({"ImageOrientationPatient": [1, 0, 0, 0, 1]}, "ImageOrientationPatient of 5 values, not 6"),
+        ({"ImageOrientationPatient": [0, 0, 0, 0, 0, 0]}, "ImageOrientationPatient 0, 0, 0, 0, 0, 0"),
+        ({"ImageOrientationPatient": [1, 0, 0, 1, 0, 0]}, "ImageOrientationPatient 1, 0, 0, 1, 0, 0"),
+        ({"ImagePositionPatient": [0, 0]}, "ImagePositionPatient of 2 values, not 3"),
+        ({"PixelSpacing": "0.75"}, "PixelSpacing of 1 values, not 2"),
+    ],
+)
+def test_a_picture_without_a_true_place_costs_itself_alone(tmp_path: Path, tags: dict[str, Any], said: str) -> None:
+    uid = write_series(tmp_path, ct_values(), GRID)
+    write_series(tmp_path, ct_values()[..., :1], GRID, series_uid=uid, name="odd.dcm", **tags)
+    scan = read_scan(tmp_path)
+    assert same_in_patient(scan, ct_values(), GRID)
+    first = f"{tmp_path / 'odd.dcm'}: {said}"
+    assert scan.warnings == (f"left out, though perhaps of the series: 1 CT without a place (the first: {first})",)
