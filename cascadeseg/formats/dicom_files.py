@@ -24,6 +24,7 @@ from pydicom.uid import (
 )
 
 from cascadeseg.errors import ScanError
+from cascadeseg.formats.find import looks_like_dicom
 from cascadeseg.formats.names import suffix_of
 
 NOT_DICOM = "not DICOM"
@@ -210,7 +211,7 @@ def looked_into(source: Source) -> Found:
         raise ScanError(source.name, f"cannot be read ({problem})") from problem
     with stream:
         try:
-            if not _looks_like_dicom(stream.read(132)):
+            if not looks_like_dicom(stream.read(132)):
                 return Found(NOT_DICOM)
             stream.seek(0)
             header = pydicom.dcmread(stream, force=True, stop_before_pixels=True, specific_tags=_TAGS)
@@ -221,11 +222,6 @@ def looked_into(source: Source) -> Found:
         except Exception as problem:  # a damaged header makes pydicom raise anything; the file is told and left out
             return Found(DAMAGED, (), series_uid, f"{source.name}: {' '.join(str(problem).split())[:120]}")
     return Found(kind, tuple(slices), series_uid)
-
-
-def _looks_like_dicom(start: bytes) -> bool:
-    """By the magic word, or (files without a preamble) by a first tag of group 2 or 8."""
-    return start[128:132] == b"DICM" or start[:4] in (b"\x08\x00\x05\x00", b"\x08\x00\x08\x00", b"\x02\x00\x00\x00")
 
 
 def _is_directory(header: Any) -> bool:

@@ -8,6 +8,8 @@ from cascadeseg.errors import ScanError
 from cascadeseg.formats.names import SCAN_SUFFIXES, is_mask_name, suffix_of
 
 DICOM_SUFFIXES = (".dcm", ".ima")
+GROUP_LENGTHS = (b"\2\0\0\0", b"\x08\0\0\0")
+CHARACTER_SET, IMAGE_TYPE = b"\x08\0\5\0", b"\x08\0\x08\0"
 
 
 def find_scans(path: str | Path) -> list[Path]:
@@ -78,16 +80,25 @@ def _may_be_dicom(file: Path) -> bool:
         return suffix_of(file) in DICOM_SUFFIXES
     try:
         with file.open("rb") as stream:
-            return stream.read(132)[128:] == b"DICM"
+            return looks_like_dicom(stream.read(132))
     except OSError:
         return False
+
+
+def looks_like_dicom(start: bytes) -> bool:
+    """Whether a file's first 132 bytes are DICOM: by the magic word, or without a preamble by a usual first tag."""
+    if start[128:132] == b"DICM":
+        return True
+    if start[:4] in GROUP_LENGTHS:
+        return start[4:8] in (b"UL\4\0", b"\4\0\0\0")
+    return start[:4] in (CHARACTER_SET, IMAGE_TYPE) and (start[4:6] == b"CS" or start[5:8] == bytes(3))
 
 
 def _study_uid(file: Path) -> str:
     import pydicom
 
     try:
-        header = pydicom.dcmread(file, stop_before_pixels=True, specific_tags=["StudyInstanceUID"])
+        header = pydicom.dcmread(file, force=True, stop_before_pixels=True, specific_tags=["StudyInstanceUID"])
     except Exception:  # any damage in a header that is only asked for its study
         return ""
     return str(header.get("StudyInstanceUID", ""))

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from cascadeseg.errors import ScanError
 from cascadeseg.formats.doctor import audit
+from cascadeseg.formats.find import looks_like_dicom
 from cascadeseg.formats.names import suffix_of
 from cascadeseg.formats.placement import checked_grid
 from cascadeseg.formats.scan import Before, Scan, nothing
@@ -134,7 +135,7 @@ def _opened(path: Path, suffix: str, series: str | None, volume: int | None, bef
 
 def _is_dicom(path: Path) -> bool:
     with path.open("rb") as file:
-        return file.read(132)[128:] == b"DICM"
+        return looks_like_dicom(file.read(132))
 
 
 def _check_size(scan: Scan) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from pydicom import dcmread
+from pydicom import Dataset, dcmread
+from pydicom.uid import ExplicitVRBigEndian, ExplicitVRLittleEndian, ImplicitVRLittleEndian
 
 from cascadeseg.errors import ScanError
-from cascadeseg.formats import read_scan
+from cascadeseg.formats import find_scans, read_scan
 from cascadeseg.geometry import Box
 from tests.formats.dicom_series import write_series
 from tests.formats.test_dicom import GRID, same_in_patient
@@ -77,6 +79,35 @@ def test_an_unreadable_subfolder_is_refused(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(os, "scandir", denied)
     with pytest.raises(ScanError, match=r"b: a folder that cannot be read \(Permission denied\)"):
         read_scan(tmp_path)
+
+
+@pytest.mark.parametrize("encoding", [ImplicitVRLittleEndian, ExplicitVRLittleEndian, ExplicitVRBigEndian])
+def test_files_that_do_not_say_their_encoding(tmp_path: Path, encoding: str) -> None:
+    write_series(tmp_path, ct_values(), GRID, encoding=encoding, name="{:03d}")
+    for file in tmp_path.iterdir():
+        data = dcmread(file)
+        del data.file_meta.TransferSyntaxUID
+        is_implicit, is_little_endian = data.original_encoding
+        data.save_as(file, implicit_vr=is_implicit, little_endian=is_little_endian)
+    assert find_scans(tmp_path) == [tmp_path]
+    assert same_in_patient(read_scan(tmp_path), ct_values(), GRID)
+
+
+@pytest.mark.parametrize("encoding", [ImplicitVRLittleEndian, ExplicitVRLittleEndian])
+@pytest.mark.parametrize("first", ["SpecificCharacterSet", "ImageType", "group length"])
+def test_files_without_a_preamble(tmp_path: Path, encoding: str, first: str) -> None:
+    tags = {"SpecificCharacterSet": "ISO_IR 100"} if first == "SpecificCharacterSet" else {}
+    write_series(tmp_path, ct_values(), GRID, encoding=encoding, name="{:03d}", **tags)
+    for file in tmp_path.iterdir():
+        is_implicit = encoding == ImplicitVRLittleEndian
+        stream = BytesIO()
+        data = Dataset(dcmread(file))
+        data.save_as(stream, implicit_vr=is_implicit, little_endian=True)
+        length = b"\x08\0\0\0" + (b"\4\0\0\0" if is_implicit else b"UL\4\0") + bytes(4)
+        file.write_bytes((length if first == "group length" else b"") + stream.getvalue())
+    assert find_scans(tmp_path) == [tmp_path]
+    assert same_in_patient(read_scan(tmp_path), ct_values(), GRID)
+    assert same_in_patient(read_scan(tmp_path / "003"), ct_values(), GRID)
 
 
 def spoilt(folder: Path, keyword: str, text: str) -> None:
