@@ -37,6 +37,7 @@ from cascadeseg.formats.dicom_files import (
 )
 from cascadeseg.formats.dicom_pixels import values_reader
 from cascadeseg.formats.dicom_stack import Layer, Stack, stacks_of
+from cascadeseg.formats.find import DICOM_DIRECTORY
 from cascadeseg.formats.memory import refuse_oversized
 from cascadeseg.formats.placement import checked_grid, checked_spacing
 from cascadeseg.formats.scan import Before, Scan, hollow, nothing
@@ -68,13 +69,14 @@ def read_dicom(path: Path, series: str | None = None, before: Before = nothing) 
 
     Args:
         path: a folder (nested ones too), a zip of one, or a single file: an enhanced CT is read from it, of a slice
-            the rest of its series (or ``series``) is looked for in its folder.
+            the rest of its series (or ``series``) is looked for in its folder, and a DICOMDIR means its folder.
         series: SeriesInstanceUID; the largest CT series if None.
         before: see `read_scan`.
 
     Raises:
         ScanError: there is no CT volume, not this series, or it cannot be read.
     """
+    path = path.parent if path.name.upper() == DICOM_DIRECTORY and path.is_file() else path
     with _lenient_pydicom(), sources_of(path) as sources:
         if not sources:
             raise ScanError(path, "an empty folder", "a folder of DICOM files")

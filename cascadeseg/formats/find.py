@@ -8,6 +8,8 @@ from cascadeseg.errors import ScanError
 from cascadeseg.formats.names import SCAN_SUFFIXES, is_mask_name, suffix_of
 
 DICOM_SUFFIXES = (".dcm", ".ima")
+DICOM_DIRECTORY = "DICOMDIR"
+"""The index of a disk, by its name; what it lists lies in folders beside it."""
 GROUP_LENGTHS = (b"\2\0\0\0", b"\x08\0\0\0")
 CHARACTER_SET, IMAGE_TYPE = b"\x08\0\5\0", b"\x08\0\x08\0"
 
@@ -19,29 +21,35 @@ def find_scans(path: str | Path) -> list[Path]:
     - A folder with DICOM files directly in it is one scan, and so is a folder whose subfolders hold the DICOM
       series of one study: `read_scan` takes the largest CT series and names the others.
     - Any other folder is a directory of scans: the scan files directly in it, and one scan for every DICOM study
-      below it. Files whose names end as masks do (`names.MASK_ENDINGS`, so also our own ``_lungs``) are passed
-      over, and so are hidden ones.
+      below it, through links too. Files whose names end as masks do (`names.MASK_ENDINGS`, so also our own
+      ``_lungs``) are passed over, and so are hidden ones and a DICOMDIR.
+    - What cannot be looked into (a link to nothing, a folder without permission) is in the list as a scan, so that
+      reading it says so.
 
     Raises:
-        ScanError: there is nothing at the path, or no scan in it.
+        ScanError: there is nothing at the path, or no scan in it, or it cannot be read.
     """
     path = Path(path)
     try:
-        if not path.exists():
+        if not path.exists() and not path.is_symlink():
             raise ScanError(path, "no such file or folder")
-        if not path.is_dir():
-            return [path]
+        return _scans_in(path) if path.is_dir() else [path]
     except OSError as problem:  # a name that is too long, a folder that may not be searched
         raise ScanError(path, f"cannot be read ({problem.strerror})") from problem
-    files = [child for child in _children(path) if child.is_file() and suffix_of(child) in SCAN_SUFFIXES]
+
+
+def _scans_in(folder: Path) -> list[Path]:
+    children = _children(folder)
+    files = [child for child in children if _is_file(child) and suffix_of(child) in SCAN_SUFFIXES]
     volumes = [file for file in files if suffix_of(file) not in DICOM_SUFFIXES]
     scans = [file for file in volumes if not is_mask_name(file)]
-    scans += _dicom_studies(path)
+    scans += [child for child in children if not child.exists() and not suffix_of(child)]  # once a patient's folder?
+    scans += _dicom_studies(folder)
     if not scans:
         found = "nothing but masks (by their names)" if volumes else "no scan in this folder"
-        deeper = any(child.is_dir() for child in _children(path))
+        deeper = any(child.is_dir() for child in children)
         remedy = "scans in subfolders are given one by one, or as folder/*" if deeper else ""
-        raise ScanError(path, found, "NIfTI, MHA/MHD, NRRD or DICOM files", remedy)
+        raise ScanError(folder, found, "NIfTI, MHA/MHD, NRRD or DICOM files", remedy)
     return sorted(scans)
 
 
@@ -52,10 +60,15 @@ def _children(folder: Path) -> list[Path]:
         raise ScanError(folder, f"cannot be read ({problem.strerror})") from problem
 
 
+def _is_file(child: Path) -> bool:
+    """Whether a folder's child is a file, or a link to nothing, which may have been one."""
+    return child.is_file() or not child.exists()
+
+
 def _dicom_studies(folder: Path) -> list[Path]:
     """One folder a study: the deepest that holds all of it, or each of its folders where studies are mixed."""
     studies: dict[str, list[Path]] = {}
-    for leaf, first in _dicom_folders(folder):
+    for leaf, first in _dicom_folders(folder, {folder.resolve(), *folder.resolve().parents}):
         studies.setdefault(_study_uid(first) or str(leaf), []).append(leaf)
     scans: list[Path] = []
     for leaves in studies.values():
@@ -66,16 +79,27 @@ def _dicom_studies(folder: Path) -> list[Path]:
     return scans
 
 
-def _dicom_folders(folder: Path) -> list[tuple[Path, Path]]:
-    """Every folder, this one included, with DICOM files directly in it, and the first of them."""
+def _dicom_folders(folder: Path, entered: set[Path]) -> list[tuple[Path, Path]]:
+    """Every folder, this one included, with DICOM files directly in it, and the first of them.
+
+    Each is entered once, and none above: a link upwards would lead back. One that cannot be read is there by itself.
+    """
     children = _children(folder)
-    first = next((child for child in children if child.is_file() and _may_be_dicom(child)), None)
-    here = [(folder, first)] if first is not None else []
-    folders = [child for child in children if child.is_dir() and not child.is_symlink()]
-    return here + [found for deeper in folders for found in _dicom_folders(deeper)]
+    first = next((child for child in children if _is_file(child) and _may_be_dicom(child)), None)
+    found = [(folder, first)] if first is not None else []
+    for child in children:
+        if child.is_dir() and child.resolve() not in entered:
+            entered.add(child.resolve())
+            try:
+                found += _dicom_folders(child, entered)
+            except (ScanError, OSError):
+                found.append((child, child))
+    return found
 
 
 def _may_be_dicom(file: Path) -> bool:
+    if file.name.upper() == DICOM_DIRECTORY:
+        return False
     if suffix_of(file) in SCAN_SUFFIXES:
         return suffix_of(file) in DICOM_SUFFIXES
     try:

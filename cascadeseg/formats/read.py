@@ -112,6 +112,8 @@ def _read(path: Path, series: str | None, volume: int | None, before: Before) ->
 def _opened(path: Path, suffix: str, series: str | None, volume: int | None, before: Before) -> Scan:
     """Chooses the reader by what the path is. Imports stay inside: each reader loads a large library."""
     if not path.exists():
+        if path.is_symlink():
+            raise ScanError(path, f"a link to nothing ({path.readlink()})", "a file", "fetch what it leads to")
         raise ScanError(path, "no such file or folder")
     if path.is_dir() or suffix in (".zip", ".dcm", ".ima") or _is_dicom(path):
         from cascadeseg.formats.dicom import read_dicom

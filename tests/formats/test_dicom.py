@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import SimpleITK
-from pydicom import dcmread
+from pydicom import FileDataset, dcmread
 from pydicom.data import get_testdata_file
+from pydicom.dataset import FileMetaDataset
 from pydicom.encaps import encapsulate
 from pydicom.uid import (
     DeflatedExplicitVRLittleEndian,
@@ -20,6 +21,7 @@ from pydicom.uid import (
     ImplicitVRLittleEndian,
     JPEGLosslessSV1,
     JPEGLSLossless,
+    MediaStorageDirectoryStorage,
     RLELossless,
     generate_uid,
 )
@@ -479,3 +481,26 @@ def test_studies_that_are_mixed_are_taken_by_folder(tmp_path: Path) -> None:
     for series, study in (("a", "1.1"), ("b", "1.2"), ("c", "1.1")):
         write_series(tmp_path / series, ct_values()[..., :2], GRID, study_uid=study)
     assert find_scans(tmp_path) == [tmp_path / name for name in "abc"]
+
+
+def test_a_disk_with_a_dicomdir(tmp_path: Path) -> None:
+    study = tmp_path / "DICOM" / "ST0"
+    write_series(study / "SE0", ct_values(), GRID, name="IM{}")
+    write_series(study / "SE1", ct_values()[..., :5], GRID, name="IM{}")
+    index = FileMetaDataset()
+    index.MediaStorageSOPClassUID, index.TransferSyntaxUID = MediaStorageDirectoryStorage, ExplicitVRLittleEndian
+    index.MediaStorageSOPInstanceUID = generate_uid()
+    FileDataset(None, {}, bytes(128), index).save_as(tmp_path / "DICOMDIR", enforce_file_format=True)
+    assert find_scans(tmp_path) == [study]
+    scan = read_scan(tmp_path / "DICOMDIR")
+    assert same_in_patient(scan, ct_values(), GRID)
+    assert [warning.partition(":")[0] for warning in scan.warnings] == ["several CT series"]
+
+
+def test_links_to_studies_are_followed_once(tmp_path: Path) -> None:
+    write_series(tmp_path / "store" / "p2", ct_values()[..., :2], GRID, study_uid="1.2")
+    write_series(tmp_path / "scans" / "p1", ct_values()[..., :2], GRID, study_uid="1.1")
+    (tmp_path / "scans" / "p2").symlink_to(tmp_path / "store" / "p2")
+    (tmp_path / "scans" / "p1" / "back").symlink_to(tmp_path / "scans")
+    (tmp_path / "scans" / "p1" / "all").symlink_to(tmp_path)
+    assert find_scans(tmp_path / "scans") == [tmp_path / "scans" / name for name in ("p1", "p2")]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cascadeseg.errors import ScanError
-from cascadeseg.formats import find_scans, stem_of, suffix_of
+from cascadeseg.formats import find_scans, read_scan, stem_of, suffix_of
 
 
 def made(folder: Path, *names: str) -> Path:
@@ -39,6 +42,34 @@ def test_nothing_to_find(tmp_path: Path) -> None:
     made(tmp_path, "a_lungs.nii.gz")
     with pytest.raises(ScanError, match="nothing but masks"):
         find_scans(tmp_path)
+
+
+def test_what_cannot_be_looked_into_is_listed_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made(tmp_path, "a.nii.gz", "lost+found/file")
+    for name in ("b.nii.gz", "b_lungs.nii.gz", "p1/IM1.dcm", "p2", "latest.log"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).symlink_to(tmp_path / "gone" / name)
+    listed, walked = Path.iterdir, os.scandir
+
+    def denied(to: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def asked(folder: Any) -> Any:
+            if Path(folder).name == "lost+found":
+                raise PermissionError(13, "Permission denied", str(folder))
+            return to(folder)
+
+        return asked
+
+    monkeypatch.setattr(Path, "iterdir", denied(listed))
+    monkeypatch.setattr(os, "scandir", denied(walked))
+    found = find_scans(tmp_path)
+    assert [path.name for path in found] == ["a.nii.gz", "b.nii.gz", "lost+found", "p1", "p2"]
+    assert find_scans(found[1]) == [found[1]]
+    with pytest.raises(ScanError, match=r"b.nii.gz: a link to nothing \(.*gone.*\); expected a file; fetch what it"):
+        read_scan(found[1])
+    with pytest.raises(ScanError, match=r"lost\+found: a folder that cannot be read \(Permission denied\)"):
+        read_scan(found[2])
+    with pytest.raises(ScanError, match=r"p1: no CT slices; found 1 links to nothing"):
+        read_scan(found[3])
 
 
 @pytest.mark.parametrize(
