@@ -333,11 +333,16 @@ def _floats(header: Any, frame: int, group: str, keyword: str) -> tuple[float, .
     """The values of a tag, none if it is not there; raises ValueError for what is not a finite number."""
     try:
         value = _tag(header, frame, group, keyword)
-        values = tuple(float(one) for one in np.atleast_1d(() if value is None or value == "" else value))
     except (TypeError, ValueError) as problem:
         raise ValueError(f"{keyword}: {problem}") from problem
+    if value is None or value == "":
+        return ()
+    try:
+        values = tuple(map(float, [value] if isinstance(value, str) or not hasattr(value, "__len__") else value))
+    except (TypeError, ValueError) as problem:
+        raise ValueError(f"{keyword} {value!r}, not a number") from problem
     if not np.isfinite(values).all():
-        raise ValueError(f"{keyword}: {', '.join(map(str, values))}")
+        raise ValueError(f"{keyword} {', '.join(map(str, values))}")
     return values
 
 

@@ -145,7 +145,7 @@ def test_values_that_are_no_numbers_are_named(tmp_path: Path, keyword: str, text
     write_series(tmp_path, ct_values(), GRID)
     spoilt(tmp_path, keyword, text)
     value = re.escape(text.split("\\")[0])
-    said = rf"no CT slices; found 10 {kind} \(the first: .*slice001.dcm: {keyword}: .*{value}.*\); expected a CT series"
+    said = rf"no CT slices; found 10 {kind} \(the first: .*slice001.dcm: {keyword} .*{value}.*\); expected a CT series"
     with pytest.raises(ScanError, match=said):
         read_scan(tmp_path)
 
