@@ -140,11 +140,19 @@ class Grid:
         affine[:3, 3] = self.world(box.start)
         return Grid(box.shape, affine)
 
-    def resampled(self, spacing_mm: float | Sequence[float]) -> Grid:
-        """The grid over the same field of view, about its centre, with another spacing and the same directions."""
+    def resampled(self, spacing_mm: float | Sequence[float], *, all_centres: bool = False) -> Grid:
+        """The grid over the same field of view, about its centre, with another spacing and the same directions.
+
+        Args:
+            spacing_mm: of the new grid.
+            all_centres: the field of view is rounded to whole voxels; never to one without the centre of a voxel of
+                this grid.
+        """
         spacing = np.broadcast_to(np.asarray(spacing_mm, dtype=np.float64), (3,))
         extent = np.asarray(self.shape) * np.asarray(self.spacing_mm)
         shape = np.maximum(1, np.round(extent / spacing - 1e-6)).astype(int)
+        if all_centres:
+            shape = np.maximum(shape, np.ceil((extent - self.spacing_mm) / spacing - 1e-6).astype(int))
         affine = np.eye(4)
         affine[:3, :3] = self.directions * spacing
         centre = self.world((np.asarray(self.shape) - 1) / 2)

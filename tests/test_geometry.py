@@ -78,6 +78,20 @@ def test_resampled_to_the_same_spacing_is_the_same_grid() -> None:
     assert oblique_grid().resampled(SPACING_MM).matches(oblique_grid())
 
 
+@pytest.mark.parametrize("spacing_mm", [0.4, 0.5, 0.7, 0.75, 1.0, 3.0])
+def test_resampled_to_hold_all_centres_does(spacing_mm: float) -> None:
+    lost = 0
+    for length in range(40, 90):
+        grid = Grid.axis_aligned((length, 8, 8), (spacing_mm, 1, 1))
+        first, last = (grid.world((i, 0, 0)) for i in (0, length - 1))
+        coarse, rounded = grid.resampled(2.0, all_centres=True), grid.resampled(2.0)
+        assert coarse.index(first)[0] >= -0.5 - 1e-6
+        assert coarse.index(last)[0] <= coarse.shape[0] - 0.5 + 1e-6
+        assert coarse.shape[0] - rounded.shape[0] in (0, 1)
+        lost += coarse.shape[0] > rounded.shape[0]
+    assert (lost > 0) == (spacing_mm < 1)
+
+
 def test_resampled_never_loses_an_axis() -> None:
     assert Grid.axis_aligned((2, 32, 32), (0.5, 1, 1)).resampled(4.0).shape == (1, 8, 8)
 

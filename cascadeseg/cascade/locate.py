@@ -45,8 +45,8 @@ class Coarse:
 
 
 def coarse_grid(scan: Scan, view: View) -> Grid:
-    """The grid of stage 1: the canonical scan's field of view at the stage's spacing."""
-    return scan.grid.resampled(view.spacing_mm)
+    """The grid of stage 1: the canonical scan's field of view at the stage's spacing, with all its outermost slices."""
+    return scan.grid.resampled(view.spacing_mm, all_centres=True)
 
 
 def locate(scan: Scan, engine: Runner) -> Coarse:
@@ -101,8 +101,7 @@ def sampled_hu(scan: Scan) -> tuple[npt.NDArray[np.floating[Any]], Grid]:
     """(X, Y, Z) the HU of every voxel about `SAMPLED_MM` apart, and their grid: enough to see where a body is."""
     x, y, z = (max(1, int(SAMPLED_MM / mm)) for mm in scan.grid.spacing_mm)
     voxels = scan.voxels[::x, ::y, ::z]
-    hu = voxels * np.float32(scan.slope) + np.float32(scan.intercept)
-    return hu, Grid(voxels.shape, scan.grid.affine @ np.diag([x, y, z, 1]))
+    return scan.as_hu(voxels), Grid(voxels.shape, scan.grid.affine @ np.diag([x, y, z, 1]))
 
 
 def _image(scan: Scan, grid: Grid, view: View, device: torch.device) -> Layers:

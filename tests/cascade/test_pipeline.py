@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 
+from cascadeseg.cascade.locate import coarse_grid
 from cascadeseg.cascade.pipeline import Segmenter
 from cascadeseg.errors import ModelError, ScanError
 from cascadeseg.geometry import Box, Grid, canonical_view
 from cascadeseg.labels import LUNGS
-from cascadeseg.network.model import Stage
+from cascadeseg.network.model import Stage, View
 from tests.cascade.chest import (
     CENTRES,
     RADII,
@@ -74,6 +75,48 @@ def test_an_oblique_scan_keeps_its_sides():
     labels = thresholding_segmenter().segment(chest(grid)).labels
     for lung in LUNGS:
         assert dice(labels, truth(grid), lung.value) > 0.95
+
+
+def test_a_box_in_millimetres_holds_the_lung_of_an_oblique_scan():
+    base = chest_grid((3.0, 3.0, 4.0))
+    angle = np.deg2rad(40)
+    turn = np.array([[np.cos(angle), -np.sin(angle), 0], [np.sin(angle), np.cos(angle), 0], [0, 0, 1]])
+    affine = np.eye(4)
+    affine[:3] = turn @ base.affine[:3]
+    grid = Grid(base.shape, affine)
+    result = thresholding_segmenter().segment(chest(grid))
+    for lung in result.lungs:
+        low, high = lung.box_mm
+        voxels = grid.world(np.argwhere(result.labels == lung.label.value))
+        assert (voxels >= np.asarray(low)).all()
+        assert (voxels <= np.asarray(high)).all()
+
+
+@pytest.mark.parametrize("slices", [66, 82])  # a whole number of 2 mm voxels would leave the outermost centres out
+def test_boxes_reach_the_outermost_slices_of_fine_voxels(slices):
+    grid = Grid.axis_aligned((8, 8, slices), (2.0, 2.0, 0.5))
+    coarse = coarse_grid(chest(grid), View(2.0))
+    first, last = coarse.index(grid.world([(0, 0, 0), (0, 0, slices - 1)]))[:, 2]
+    assert first >= -0.5
+    assert last <= coarse.shape[2] - 0.5
+
+
+def test_a_lung_that_is_still_cut_is_not_complete_and_for_review(monkeypatch):
+    monkeypatch.setattr("cascadeseg.cascade.refine.cut_faces", lambda *_: [(2, True)])
+    for lung in thresholding_segmenter().segment(chest(chest_grid())).lungs:
+        assert not lung.complete
+        assert "it goes on beyond the box that was segmented" in lung.reasons
+
+
+@pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
+def test_values_that_are_no_numbers_are_air_to_what_is_measured(odd):
+    scan = chest(chest_grid(), "float32")
+    voxels = scan.voxels.copy()
+    inside = np.argwhere(truth(scan.grid) == 1)
+    voxels[tuple(inside[len(inside) // 2])] = odd
+    lung = thresholding_segmenter().segment(replace(scan, voxels=voxels)).lungs[0]
+    assert lung.mean_hu == pytest.approx(-850, abs=60)
+    assert lung.signs.odd_hu == 0
 
 
 @pytest.mark.parametrize("lung", LUNGS)
