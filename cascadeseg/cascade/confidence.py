@@ -172,7 +172,7 @@ def signs_of(scan: Scan, labels: Values, lung: Refined, coarse: Coarse) -> Signs
     if not mask.any():
         return None
     logits = _sampled(lung.logits, lung.grid, lattice, -20.0).astype(np.float32)
-    hu = np.nan_to_num(_sampled(scan.voxels, scan.grid, lattice, 0).astype(np.float32)) * scan.slope + scan.intercept
+    hu = scan.as_hu(_sampled(scan.voxels, scan.grid, lattice, 0))
     this = LUNGS.index(lung.lung.label)
     mine, other = (
         _sampled(coarse.lungs[side], coarse.grid, lattice, 0.0).astype(np.float32) for side in (this, 1 - this)

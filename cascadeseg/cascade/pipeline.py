@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,6 +60,7 @@ class LungResult:
         touches: faces of the scan that the lung touches (``"superior"``, ...): there it may go on outside.
         regrown: how many times its box had to grow.
         box_mm: the extent of its crop in RAS+ mm, ((x, y, z) low, (x, y, z) high); None where stage 1 found no lung.
+        cut: whether it still reaches a face of its box, inside the scan, though that grew as far as it may.
         quality: the Dice to expect of the mask; None without a mask, or for a model without calibration.
         reasons: why the mask should be looked at; none for one that can be trusted.
         signs: what quality and reasons follow from; None without a mask.
@@ -71,6 +73,7 @@ class LungResult:
     touches: tuple[str, ...]
     regrown: int
     box_mm: tuple[tuple[float, ...], tuple[float, ...]] | None
+    cut: bool = False
     quality: float | None = None
     reasons: tuple[str, ...] = ()
     signs: Signs | None = None
@@ -82,7 +85,7 @@ class LungResult:
     @property
     def complete(self) -> bool:
         """Whether the lung was found, and all of it is in the scan as far as one can see."""
-        return self.volume_ml > 0 and not self.touches
+        return self.volume_ml > 0 and not self.touches and not self.cut
 
 
 @dataclass(frozen=True)
@@ -153,7 +156,7 @@ class Segmenter:
         self.model = model if isinstance(model, Model) else load_model(model)
         if self.model.refiner is None:
             raise ModelError(
-                model or "model",
+                self.model.name if isinstance(model, Model) else model or "model",
                 "a locator without a refiner",
                 "both stages",
                 "train the second: cascadeseg train --stage 2",
@@ -181,6 +184,7 @@ class Segmenter:
         Raises:
             ScanError: it is no 3D CT volume, needs more memory than it may take, or has a lung larger than any.
         """
+        self._went_on()  # what a scan that failed has left there
         clock = _Clock(progress or (lambda step, done: None))
         with clock.step("read", 0.0):
             scan = _as_scan(scan, affine, before=self.plan)
@@ -284,6 +288,8 @@ def _results(scan: Scan, labels: Labels, traces: _Traces, calibration: Calibrati
             continue
         signs = compared(result.signs, result.height_mm, other.height_mm)
         quality, reasons = judged(signs, calibration)
+        if result.cut:
+            reasons = ("it goes on beyond the box that was segmented", *reasons)
         judgements.append(replace(result, quality=quality, reasons=reasons, signs=signs))
     return tuple(judgements)
 
@@ -296,7 +302,7 @@ def _result(scan: Scan, labels: Labels, label: Label, refined: Refined | None, t
     view = canonical_view(labels, scan.grid)
     mask = view[box.slices] == label.value
     crop = refined.lung.grid.cropped(refined.lung.box)
-    corners = crop.world([(-0.5, -0.5, -0.5), [n - 0.5 for n in crop.shape]])
+    corners = crop.world(list(product(*((-0.5, n - 0.5) for n in crop.shape))))
     return LungResult(
         label=label,
         volume_ml=float(np.count_nonzero(mask)) * grid.voxel_volume_ml,
@@ -304,6 +310,7 @@ def _result(scan: Scan, labels: Labels, label: Label, refined: Refined | None, t
         mean_hu=_mean_hu(scan.canonical(), mask, box),
         touches=_touches(mask, box, grid.shape),
         regrown=refined.lung.regrown,
+        cut=refined.cut,
         box_mm=(tuple(corners.min(axis=0).round(1)), tuple(corners.max(axis=0).round(1))),
         signs=signs_of(traces.seen, view, refined, traces.coarse),
     )
@@ -318,9 +325,9 @@ def _mean_hu(scan: Scan, mask: np.ndarray[Any, np.dtype[np.bool_]], box: Box) ->
     count = int(np.count_nonzero(mask))
     if count == 0:
         return None
-    values = scan.voxels[box.slices]
-    total = sum(float(values[..., z][mask[..., z]].sum(dtype=np.float64)) for z in range(mask.shape[2]))
-    return scan.slope * total / count + scan.intercept
+    stored = scan.voxels[box.slices]
+    layers = (scan.as_hu(stored[..., z][mask[..., z]]) for z in range(mask.shape[2]))
+    return sum(float(hu.sum(dtype=np.float64)) for hu in layers) / count
 
 
 def _touches(mask: np.ndarray[Any, np.dtype[np.bool_]], box: Box, shape: tuple[int, ...]) -> tuple[str, ...]:

@@ -32,11 +32,13 @@ class Refined:
         lung: the box it was refined in.
         logits: (X, Y, Z) float16, above 0 inside the lung, of the part of the box that holds all of the lung.
         grid: their grid.
+        cut: whether the lung still reaches a face of the box inside the scan.
     """
 
     lung: LungBox
     logits: Tensor
     grid: Grid
+    cut: bool = False
 
 
 def lung_image(scan: Scan, coarse: Coarse | None, label: Label, grid: Grid, view: View, device: torch.device) -> Tensor:
@@ -102,14 +104,14 @@ def mirrored(volume: Tensor, label: Label) -> Tensor:
 
 
 def refine(scan: Scan, lung: LungBox, coarse: Coarse, engine: Runner) -> Refined:
-    """Segments one lung; a box that cuts it is grown and segmented again."""
+    """Segments one lung; a box that cuts it is grown and segmented again, `LARGEST_REGROWTH` times at most."""
     while True:
         refined = _refine_once(scan, lung, coarse, engine)
         give_back_freed_memory()
         cut = cut_faces(refined, scan.grid)
         larger = regrow(lung, cut)
         if not cut or lung.regrown == LARGEST_REGROWTH or larger.box == lung.box:
-            return _tight(refined, scan.grid)
+            return replace(_tight(refined, scan.grid), cut=bool(cut))
         lung = larger
 
 

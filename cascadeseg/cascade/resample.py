@@ -157,7 +157,7 @@ def _windowed(scan: Scan, box: Box, view: View, device: torch.device) -> Tensor:
 def _resample(volume: Tensor, wx: Tensor, wy: Tensor, wz: Tensor) -> Tensor:
     """(Z, Y, X) contiguous to (z, y, x): an axis after the other, first z, which leaves memory as it lies."""
     depth, height, width = volume.shape
-    part = (wz @ volume.view(depth, height * width)).view(-1, height, width)
+    part = (wz @ volume.view(depth, height * width)).view(len(wz), height, width)
     part = torch.cat([part[..., used] @ w.T for w, used in _bands(wx)], dim=2)
     return torch.cat([w @ part[:, used] for w, used in _bands(wy)], dim=1)
 

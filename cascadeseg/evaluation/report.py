@@ -58,7 +58,7 @@ def report_json(result: Segmentation, outputs: Mapping[str, Path], seconds: Mapp
         "warnings": list(result.warnings),
         "outputs": {kind: str(path) for kind, path in outputs.items()},
     }
-    return json.dumps(content, indent=2) + "\n"
+    return json.dumps(content, indent=2, allow_nan=False) + "\n"
 
 
 def result_row(scan: Path, mask: Path, result: Segmentation, seconds: Mapping[str, float]) -> Row:

@@ -39,8 +39,11 @@ class Scan:
 
     def hu(self, box: Box | None = None) -> npt.NDArray[np.float32]:
         """The HU of a box of the scan (default: all of it) as a new float32 array; NaN and infinity become air."""
-        voxels = self.voxels if box is None else self.voxels[box.slices]
-        hu = voxels.astype(np.float32)
+        return self.as_hu(self.voxels if box is None else self.voxels[box.slices])
+
+    def as_hu(self, stored: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+        """Stored values of the scan in HU, as a new float32 array; NaN and infinity become air."""
+        hu = stored.astype(np.float32)
         hu *= np.float32(self.slope)
         hu += np.float32(self.intercept)
         if self.voxels.dtype.kind == "f":

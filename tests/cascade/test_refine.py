@@ -45,6 +45,22 @@ def test_a_box_that_cuts_the_lung_grows_until_it_does_not(label, face):
     assert dice(merge([refined], scan.grid), truth(scan.grid), label.value) > 0.97
 
 
+def test_a_box_that_still_cuts_the_lung_at_last_says_so(monkeypatch):
+    scan = chest(chest_grid((3.0, 3.0, 3.0)))
+    mask = truth(scan.grid) == RIGHT_LUNG.value
+    start, stop = np.argwhere(mask).min(axis=0) - 4, np.argwhere(mask).max(axis=0) + 5
+    whole = Box(tuple(map(int, start)), tuple(map(int, stop)))
+    shorter = Box(whole.start, (*whole.stop[:2], whole.stop[2] - 16))  # needs to grow twice
+
+    def still_cut() -> list[bool]:
+        boxes = [LungBox(RIGHT_LUNG, box, scan.grid) for box in (whole, shorter)]
+        return [refine(scan, box, coarse_of(scan.grid), thresholding_segmenter().refiner).cut for box in boxes]
+
+    assert still_cut() == [False, False]
+    monkeypatch.setattr("cascadeseg.cascade.refine.LARGEST_REGROWTH", 1)
+    assert still_cut() == [False, True]
+
+
 def test_a_lung_that_ends_at_the_scans_border_does_not_grow_for_ever():
     grid = chest_grid((3.0, 3.0, 3.0))
     half = grid.cropped(Box((0, 0, 0), (grid.shape[0], grid.shape[1], grid.shape[2] // 2)))
