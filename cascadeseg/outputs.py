@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -67,7 +68,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Found:
-    """A scan, and the folder that was searched for it (None for a scan that was named itself)."""
+    """A scan, and the folder below which its results keep its place (None for a scan that was named itself)."""
 
     scan: Path
     root: Path | None = None
@@ -105,7 +106,7 @@ def plan(scans: Sequence[Found], wishes: Wishes, *, several: bool) -> list[Job]:
     """
     if several:
         _refuse_single_files(wishes)
-    jobs = [_job(found, wishes, several) for found in scans]
+    jobs = [_job(found, wishes, several) for found in _told_apart(scans, wishes, several)]
     _refuse_clashes(jobs)
     if wishes.resume:
         jobs = [job for job in jobs if not _is_done(job, wishes)]
@@ -122,6 +123,18 @@ def plan(scans: Sequence[Found], wishes: Wishes, *, several: bool) -> list[Job]:
     if wishes.table is not None:
         check_place(wishes.table)
     return jobs
+
+
+def _told_apart(scans: Sequence[Found], wishes: Wishes, several: bool) -> list[Found]:
+    """Scans of one name in several folders get folders of those names: ``p1/ct.nii.gz`` and ``p2/ct.nii.gz``."""
+    named: dict[Path, list[Found]] = {}
+    for found in scans:
+        named.setdefault(_labels_path(found, wishes, several), []).append(found)
+    told: dict[Found, Found] = {}
+    for same in named.values():
+        root = Path(os.path.commonpath([found.scan.parent.absolute() for found in same]))
+        told |= {found: Found(found.scan, root) if len(same) > 1 else found for found in same}
+    return [told[found] for found in scans]
 
 
 def _is_made(folder: Path, jobs: Sequence[Job]) -> bool:
@@ -160,7 +173,7 @@ def _labels_path(found: Found, wishes: Wishes, several: bool) -> Path:
     if wishes.output is None:
         return named.parent / name
     if several or _is_folder(wishes.output):
-        below = scan.relative_to(found.root).parent if found.root else Path()
+        below = Path(os.path.relpath(scan, found.root)).parent if found.root else Path()
         folder = Path(wishes.output) / below
         return folder / name
     output = Path(wishes.output)

@@ -28,8 +28,9 @@ from cascadeseg.cascade import pipeline
 from cascadeseg.cascade.pipeline import LungResult, Segmentation
 from cascadeseg.errors import DeviceError, ModelError
 from cascadeseg.formats import Scan, read_labels
-from cascadeseg.geometry import canonical_view
+from cascadeseg.geometry import Grid, canonical_view
 from cascadeseg.labels import LUNGS
+from tests.formats.dicom_series import write_series
 
 SHAPE = (24, 20, 16)
 
@@ -279,6 +280,14 @@ def test_report_and_preview_beside_the_mask(tmp_path: Path) -> None:
         assert picture.size[0] > 1000
 
 
+def test_the_report_names_the_series_of_a_dicom_scan(tmp_path: Path) -> None:
+    hu = np.full(SHAPE, 40, np.int16)
+    series = write_series(tmp_path / "ct", hu, Grid.axis_aligned(SHAPE, (2, 2, 5)), study_uid="1.2.3")
+    assert run("infer", tmp_path / "ct", "-o", "m.nii.gz", "--report", "r.json") == 0
+    said = json.loads(Path("r.json").read_text())["scan"]["dicom"]
+    assert said == {"study_uid": "1.2.3", "series_uid": series, "slices": SHAPE[2]}
+
+
 def test_the_report_has_everything(tmp_path: Path) -> None:
     scan = make_scan(tmp_path / "scan.nii.gz")
     assert run("infer", scan, "--report", tmp_path / "r.json", "--preview", tmp_path / "p.png") == 0
@@ -296,6 +305,7 @@ def test_the_report_has_everything(tmp_path: Path) -> None:
         "spacing_mm": [2, 2, 5],
         "orientation": "RAS",
         "affine_ras_mm": np.diag([2, 2, 5, 1]).tolist(),
+        "dicom": None,
     }
     right, left = report["lungs"]
     assert right == {
@@ -379,7 +389,9 @@ def test_masks_in_the_folder_are_no_scans(tmp_path: Path) -> None:
     make_scan(tmp_path / "in" / "a.nii.gz")
     assert run("infer", tmp_path / "in") == 0
     assert run("infer", tmp_path / "in", "--force") == 0
-    assert names(tmp_path / "in") == ["a.nii.gz", "a_lungs.nii.gz"]
+    make_scan(tmp_path / "in" / "lungs.nii.gz")
+    assert run("infer", tmp_path / "in", "--force") == 0
+    assert names(tmp_path / "in") == ["a.nii.gz", "a_lungs.nii.gz", "lungs.nii.gz"]
 
 
 def test_a_scan_named_twice_is_done_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -700,8 +712,19 @@ def test_outputs_are_refused_before_any_work(tmp_path: Path, refused: Refused, m
     refused(["infer", ""], "'': an empty name; expected a scan or a folder of scans")
     refused(["infer", scan, "-o", "out.json/"], "out.json: a file; expected a folder")
     refused(["infer", scan, "-o", "m.nii.gz", "--report", "no/r.json"], "r.json: the folder no does not exist")
-    twin = make_scan(tmp_path / "elsewhere" / "a.nii.gz")
-    refused(["infer", scan, twin, "-o", "."], "a_lungs.nii.gz: the result of", "one scan for each result")
+    twin = make_scan(tmp_path / "a.nii")
+    refused(["infer", scan, twin, "-o", "out", "--format", "nrrd"], "a_lungs.nrrd: the result of", "one scan for each")
+
+
+def test_scans_of_one_name_get_the_folders_they_lie_in(tmp_path: Path) -> None:
+    for patient in ("p1", "p2"):
+        make_scan(tmp_path / "in" / patient / "ct.nii.gz")
+    make_scan(tmp_path / "in" / "p2" / "other.nii.gz")
+    for number, scans in enumerate((["in/p1", "in/p2"], ["in/p1/ct.nii.gz", tmp_path / "in/p2/ct.nii.gz"])):
+        assert run("infer", *scans, "-o", f"out{number}") == 0
+        assert (tmp_path / f"out{number}" / "p1" / "ct_lungs.nii.gz").exists()
+        assert (tmp_path / f"out{number}" / "p2" / "ct_lungs.nii.gz").exists()
+    assert (tmp_path / "out0" / "other_lungs.nii.gz").exists()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

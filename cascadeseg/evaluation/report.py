@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from cascadeseg._version import __version__
 from cascadeseg.errors import OutputError
-from cascadeseg.formats.scan import Scan
+from cascadeseg.formats.scan import DicomSeries, Scan
 from cascadeseg.geometry import Grid
 from cascadeseg.labels import LUNGS
 
@@ -140,7 +140,14 @@ def _scan(scan: Scan) -> dict[str, Any]:
         "spacing_mm": [round(spacing, 6) for spacing in scan.grid.spacing_mm],
         "orientation": orientation(scan.grid),
         "affine_ras_mm": scan.grid.affine.round(6).tolist(),
+        "dicom": _dicom(scan.native),
     }
+
+
+def _dicom(native: object) -> dict[str, Any] | None:
+    if not isinstance(native, DicomSeries):
+        return None
+    return {"study_uid": native.study_uid, "series_uid": native.series_uid, "slices": len(native.files)}
 
 
 def _lung(lung: LungResult) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,28 +40,13 @@ from cascadeseg.formats.dicom_stack import Layer, Stack, stacks_of
 from cascadeseg.formats.find import DICOM_DIRECTORY
 from cascadeseg.formats.memory import refuse_oversized
 from cascadeseg.formats.placement import checked_grid, checked_spacing
-from cascadeseg.formats.scan import Before, Scan, hollow, nothing
+from cascadeseg.formats.scan import Before, DicomSeries, Scan, hollow, nothing
 
 READERS = 8
 """Threads: they wait for the disk or the network more than they compute."""
 MAX_TILT_DEGREES = 45.0
 PADDING_HU = -1024.0
 NAMED_SERIES = 6
-
-
-@dataclass(frozen=True)
-class DicomSeries:
-    """Where a scan came from, for whoever writes DICOM about it.
-
-    Attributes:
-        study_uid: StudyInstanceUID.
-        series_uid: SeriesInstanceUID.
-        files: the slices' files in order along the normal.
-    """
-
-    study_uid: str
-    series_uid: str
-    files: tuple[str, ...]
 
 
 def read_dicom(path: Path, series: str | None = None, before: Before = nothing) -> Scan:

@@ -29,5 +29,5 @@ def stem_of(path: str | Path) -> str:
 
 
 def is_mask_name(path: str | Path) -> bool:
-    """Whether a file is, by its name, a mask that lies beside its scan."""
-    return stem_of(path).lower().endswith(MASK_ENDINGS)
+    """Whether a file is, by its name, a mask that lies beside its scan: ``a_lungs``, or just ``lungs``."""
+    return f"_{stem_of(path).lower()}".endswith(MASK_ENDINGS)

@@ -59,6 +59,21 @@ class Scan:
         return replace(self, warnings=(*self.warnings, *warnings))
 
 
+@dataclass(frozen=True)
+class DicomSeries:
+    """Where a scan came from, for whoever writes DICOM about it.
+
+    Attributes:
+        study_uid: StudyInstanceUID.
+        series_uid: SeriesInstanceUID.
+        files: the slices' files in order along the normal.
+    """
+
+    study_uid: str
+    series_uid: str
+    files: tuple[str, ...]
+
+
 Before = Callable[[Scan], object]
 """Told what a header says of a scan, its voxels hollow, before they are read; what it raises ends the reading."""
 

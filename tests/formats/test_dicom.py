@@ -28,7 +28,7 @@ from pydicom.uid import (
 
 from cascadeseg.errors import ScanError
 from cascadeseg.formats import Scan, dicom_pixels, find_scans, read_scan, scan_of, write_labels
-from cascadeseg.formats.dicom import DicomSeries
+from cascadeseg.formats.scan import DicomSeries
 from cascadeseg.geometry import Box, Grid
 from tests.formats.dicom_series import write_enhanced, write_series
 from tests.formats.volumes import ORIENTATIONS, SHAPE, affine_of, ct_values, oblique_grid, rotation
