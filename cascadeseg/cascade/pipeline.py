@@ -99,8 +99,8 @@ class Segmentation:
         seconds: by step, in order.
         peak_memory_mb: the process's largest resident memory so far.
         warnings: what was odd about the scan or the result.
-        device: where the networks ran.
-        precision: ``fp32``, ``bf16`` or ``fp16``.
+        device: where the networks ran; where memory ran out, the warnings tell what went on elsewhere.
+        precision: ``fp32``, ``bf16`` or ``fp16``; the same holds.
         model: name, version and sha256 of the model.
     """
 
@@ -189,8 +189,9 @@ class Segmenter:
         with clock.step("read", 0.0):
             scan = _as_scan(scan, affine, before=self.plan)
         planned = self.plan(scan)
+        for engine in (self.locator, self.refiner):
+            engine.begin(planned.streamed)
         self.refiner.largest_tile = planned.largest_tile
-        self.locator.streamed = self.refiner.streamed = planned.streamed
         labels, traces = self._segment(scan.canonical(), scan, clock, planned)
         with clock.step("measure", 0.97):
             results = _results(scan, labels, traces, Calibration.of(self.model))
@@ -201,7 +202,7 @@ class Segmenter:
             lungs=results,
             seconds=clock.seconds,
             peak_memory_mb=peak_memory_mb(),
-            warnings=(*scan.warnings, *_concerns(results), *self._went_on()),
+            warnings=(*scan.warnings, *_concerns(results), *self.locator.notes, *self.refiner.notes),
             device=str(self.device),
             precision=self.refiner.precision,
             model={"name": self.model.name, "version": self.model.version, "sha256": self.model.sha256},
@@ -223,12 +224,6 @@ class Segmenter:
         with clock.step("clean", 0.9):
             clean(labels, [(lung.lung.label, box_on(lung, canonical.grid)) for lung in lungs], scan.grid, coarse)
         return labels, _Traces(lungs, coarse, seen)
-
-    def _went_on(self) -> tuple[str, ...]:
-        """How memory that ran out was met."""
-        notes = (*self.locator.notes, *self.refiner.notes)
-        self.locator.notes, self.refiner.notes = [], []
-        return notes
 
 
 def _refuse_giants(scan: Scan, boxes: list[LungBox], coarse: Coarse) -> None:

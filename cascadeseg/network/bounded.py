@@ -111,6 +111,8 @@ class BoundedEngine:
 
     Where memory runs out all the same it goes on a few slices at a time, then with smaller tiles, then in half
     precision, then on the processor: only the image at hand is computed again. What it had to do stays in ``notes``.
+    It goes on so until the next scan begins: what one image had no memory for, the rest of its scan has not, either.
+    Device, precision and whatever a plan reckons with stay those of the engine that was chosen.
     """
 
     def __init__(
@@ -123,23 +125,33 @@ class BoundedEngine:
         self.stage = stage
         self.device = device
         self._engine = open_engine(stage, device, precision, kind)
+        self._instead: Runner | None = None
         self.precision: str = self._engine.precision
         self.largest_tile: float = float("inf")
         """Voxels, context included, that may go through the network at a time."""
         self.notes: list[str] = []
+
+    def begin(self, streamed: bool) -> None:
+        """Before each scan: the engine that was chosen, whose memory may be free again, and no notes."""
+        self._instead, self.notes = None, []
+        self.streamed = streamed
 
     def __call__(self, image: Image, finish: Finish = unchanged) -> Tensor:
         """Logits of an image of any size: (C, X, Y, Z) float32 to (K, X, Y, Z) float32, or what ``finish`` makes."""
         length = self.tile_length(image.shape)
         while True:
             try:
-                run = partial(self._engine, finish=finish)
+                run = partial(self._running, finish=finish)
                 return in_slabs(run, image, length=length, context=self.stage.unet.context)
             except (MemoryError, RuntimeError) as error:
                 if not _is_out_of_memory(error):
                     raise
                 ran_out = error.with_traceback(None)  # whose frames hold on to the tensors
             length = self._next_rung(length, image.shape[3], ran_out)
+
+    @property
+    def _running(self) -> Runner:
+        return self._instead or self._engine
 
     @property
     def work_bytes(self) -> float:
@@ -155,11 +167,11 @@ class BoundedEngine:
 
     @property
     def streamed(self) -> bool:
-        return self._engine.streamed
+        return self._running.streamed
 
     @streamed.setter
     def streamed(self, streamed: bool) -> None:
-        self._engine.streamed = streamed or self._engine.device.type == "cpu"
+        self._running.streamed = streamed or self._running.device.type == "cpu"
 
     def tile_length(self, shape: tuple[int, ...]) -> int:
         """Slices kept of each tile of a (C, X, Y, Z) image: all, or what the limit leaves beside the context."""
@@ -183,21 +195,20 @@ class BoundedEngine:
         if shorter and depth > shorter + 2 * self.stage.unet.context:
             self._note(f"stage of {self.stage.view.spacing_mm:g} mm in tiles of {shorter} slices")
             return shorter
-        here = self._engine.device
+        here = self._running.device
         if here.type == "cpu":
             raise error
-        if self._engine.precision == "fp32":
+        if self._running.precision == "fp32":
             self._note("half precision")
-            self._engine = Engine(self.stage, here, "fp16")
+            self._instead = Engine(self.stage, here, "fp16")
             self.streamed = True
         else:
             self._note("the processor")
-            self._engine = open_engine(self.stage, torch.device("cpu"))
-        self.precision = self._engine.precision
+            self._instead = open_engine(self.stage, torch.device("cpu"))
         return depth
 
     def _note(self, what: str) -> None:
-        self.notes.append(f"{self._engine.device} ran out of memory; went on with {what}")
+        self.notes.append(f"{self._running.device} ran out of memory; went on with {what}")
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -103,7 +103,7 @@ class Engine:
         """
         padded, (nx, ny, nz) = padded_to(image, self.stage.unet.stride)
         if self.streamed and streamed_levels(self.stage.unet):
-            logits = in_streams(self._network, padded, finish, self._dtype)
+            logits = in_streams(self._network, padded, finish)
         else:
             batch = padded[..., :].transpose(1, 3)[None].to(self.device, self._dtype)
             logits = self._network(batch.contiguous(memory_format=torch.channels_last_3d))[0]

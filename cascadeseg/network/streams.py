@@ -32,27 +32,28 @@ FLAT = (0, 1, 1)
 """Padding of convolutions whose neighbours along z are there."""
 
 
-def in_streams(network: UNet, image: Image, finish: Finish, dtype: torch.dtype) -> Tensor:
+def in_streams(network: UNet, image: Image, finish: Finish) -> Tensor:
     """Runs a network over an image, its finest levels as streams.
 
     Args:
-        network: folded, transposed (`UNet.transpose`), in ``dtype``.
-        image: (C, X, Y, Z), every axis a multiple of the network's stride.
+        network: folded, transposed (`UNet.transpose`); it computes where its weights are, in their precision.
+        image: (C, X, Y, Z), every axis a multiple of the network's stride, on any device.
         finish: done to each piece of logits.
-        dtype: what the network computes in.
 
     Returns:
         (any, X, Y, Z): what ``finish`` makes of the logits.
     """
 
+    weights = next(network.parameters())
+
     def slices(z: slice) -> Tensor:
-        return image[..., z].transpose(1, 3)[None]
+        return image[..., z].transpose(1, 3)[None].to(weights)
 
     _, nx, ny, nz = image.shape
-    return _streamed(network, 0, slices, (nz, ny, nx), finish, dtype)[0].transpose(1, 3)
+    return _streamed(network, 0, slices, (nz, ny, nx), finish)[0].transpose(1, 3)
 
 
-def _streamed(network: UNet, level: int, x: Slices, shape: Shape, finish: Finish, dtype: torch.dtype) -> Tensor:
+def _streamed(network: UNet, level: int, x: Slices, shape: Shape, finish: Finish) -> Tensor:
     """From the input of a level down and up again, to its features; from the image to what ``finish`` makes of logits.
 
     Args:
@@ -61,21 +62,20 @@ def _streamed(network: UNet, level: int, x: Slices, shape: Shape, finish: Finish
         x: gives slices of the input.
         shape: (Z, Y, X) of the input.
         finish: see `in_streams`.
-        dtype: see `in_streams`.
 
     Returns:
         (1, any, Z, Y, X).
     """
     if level == streamed_levels(network.config):
         return network.beneath(level, _channels_last(x(slice(0, shape[0]))))
-    skip, lower = _descended(network, level, x, shape, dtype)
+    skip, lower = _descended(network, level, x, shape)
     give_back_freed_memory(above_mb=ROOMY_MB)
-    lower = _streamed(network, level + 1, _slices_of(lower), _shape_of(lower), finish, dtype)
+    lower = _streamed(network, level + 1, _slices_of(lower), _shape_of(lower), finish)
     give_back_freed_memory(above_mb=ROOMY_MB)
     return _ascended(network, level, lower, skip, finish)
 
 
-def _descended(network: UNet, level: int, x: Slices, shape: Shape, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _descended(network: UNet, level: int, x: Slices, shape: Shape) -> tuple[Tensor, Tensor]:
     """A level's skip, and the input of the next one."""
     cell = cell_of(network.config, level)
     window = _Window() if level == 0 else None
@@ -83,7 +83,7 @@ def _descended(network: UNet, level: int, x: Slices, shape: Shape, dtype: torch.
     pairs = _Pairs()
     skip, lower = _Whole(shape[0] // cell), _Whole(shape[0] // cell // 2)
     for z, last in _pieces(shape, network, level, cell):
-        piece = x(z).to(dtype)
+        piece = x(z)
         piece = _channels_last(space_to_depth(piece) if cell == 2 else piece)
         if window:
             piece = network.stem(window(piece, last), relu=True, padding=FLAT)

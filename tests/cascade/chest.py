@@ -61,6 +61,10 @@ class Thresholder:
     work_bytes: float = 60.0
     library_mb: float = 0.0
     shareable: bool = False
+    streamed: bool = True
+
+    def begin(self, streamed: bool) -> None:
+        self.streamed = streamed
 
     def __call__(self, image: Image, finish: Finish = unchanged) -> Tensor:
         self.shapes.append(tuple(image.shape))

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cascadeseg.errors import DeviceError
 from cascadeseg.network import Engine, UNet, UNetConfig, View, bounded, stage_of
@@ -135,14 +136,50 @@ def test_memory_too_small_for_anything_is_said():
         engine(torch.randn(2, 8, 8, 256))
 
 
-def test_the_gpus_ladder_ends_on_the_processor(monkeypatch):
+class ZerosFromMeta(TorchDispatchMode):
+    """What lies on the meta device, which stands for a GPU, can be moved to the processor; it holds zeros."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.to.device and args[0].is_meta and args[1] == CPU:
+            args = (torch.zeros(args[0].shape, dtype=args[0].dtype), *args[1:])
+        return func(*args, **kwargs or {})
+
+
+def starved_on_a_gpu(precision: str) -> tuple[BoundedEngine, Starved]:
     engine = BoundedEngine(stage(), CPU, "fp32", "torch")
     starved = Starved(0, torch.OutOfMemoryError("CUDA out of memory"))
-    starved.device, starved.precision = torch.device("meta"), "bf16"
+    engine.device = starved.device = torch.device("meta")
+    starved.precision = precision
     engine._engine = starved
-    image = torch.randn(2, 16, 16, 16)
-    assert torch.allclose(engine(image), Engine(engine.stage, CPU, engine.precision)(image), atol=0.1)
+    return engine, starved
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_the_gpus_ladder_ends_on_the_processor(streamed):
+    engine, starved = starved_on_a_gpu("bf16")
+    starved.streamed = streamed
+    image = Layers((2, 17, 16, 16), lambda z: torch.empty(2, 17, 16, z.stop - z.start, device="meta"))
+    with ZerosFromMeta():
+        logits, again = engine(image), engine(image[..., :])
+    assert torch.equal(logits, Engine(engine.stage, CPU)(torch.zeros(2, 17, 16, 16)))
+    assert torch.equal(logits, again)
     assert engine.notes[-1].endswith("went on with the processor")
+    assert len(engine.notes) == 1 + (not streamed)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_next_scan_begins_with_the_engine_that_was_chosen(precision):
+    engine, starved = starved_on_a_gpu(precision)
+    image = torch.empty(2, 16, 16, 16, device="meta")
+    with ZerosFromMeta():
+        engine(image)
+    assert engine.notes
+    starved.longest, starved.seen = 100, []
+    engine.begin(streamed=False)
+    assert not engine.notes
+    assert not engine.streamed
+    assert engine(image).device == starved.device
+    assert starved.seen == [16]
 
 
 def test_openvino_by_name_where_it_cannot_be(monkeypatch):
