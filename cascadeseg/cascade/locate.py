@@ -36,7 +36,7 @@ class Coarse:
     """Stage 1's opinion of a scan.
 
     Attributes:
-        lungs: (2, X, Y, Z) float16 probabilities of the right and the left lung.
+        lungs: (2, X, Y, Z) float16 probabilities of the right and the left lung, in the host's memory on any device.
         grid: their grid: the scan's canonical directions, stage 1's spacing.
     """
 
@@ -59,7 +59,7 @@ def locate(scan: Scan, engine: Runner) -> Coarse:
     whole = coarse_grid(scan, view)
     body = body_box(scan, whole)
     grid = whole.cropped(body)
-    everywhere = _zeros(whole.shape, engine.device)
+    everywhere = _zeros(whole.shape)
     lungs = everywhere[:, *body.slices]
     found = torch.zeros(grid.shape[2], dtype=torch.bool)
     before: tuple[Slab, Tensor] | None = None
@@ -138,20 +138,16 @@ def _keep(lungs: Tensor, slab: tuple[Slab, Tensor], found: Tensor, view: View) -
     lungs[..., low:high] = probabilities[..., low - here.kept.start : high - here.kept.start]
 
 
-def _zeros(shape: Shape, device: torch.device) -> Tensor:
-    """(2, X, Y, Z) float16; a layer of it takes no memory of the host until it is written."""
+def _zeros(shape: Shape) -> Tensor:
+    """(2, X, Y, Z) float16, of which a layer takes no memory until it is written: a GPU's would at once."""
     nx, ny, nz = shape
-    if device.type != "cpu":
-        return torch.zeros((2, *shape), dtype=torch.float16, device=device)
     return torch.from_numpy(np.zeros((nz, 2, ny, nx), np.float16)).permute(1, 3, 2, 0)
 
 
 def copy_of(lungs: Tensor) -> Tensor:
-    """A copy of (2, X, Y, Z) probabilities that takes the host's memory only where they do."""
-    if lungs.device.type != "cpu":
-        return lungs.clone()
+    """A copy of (2, X, Y, Z) probabilities that takes memory only where they do."""
     _, nx, ny, nz = lungs.shape
-    copy = _zeros((nx, ny, nz), lungs.device)
+    copy = _zeros((nx, ny, nz))
     for start in range(0, nz, LAYERS):
         layers = lungs[..., start : start + LAYERS]
         if layers.numpy().view(f"i{layers.element_size()}").any():  # as integers: float16 takes thirty times as long

@@ -19,6 +19,8 @@ GPU_PROGRAM_MB = 450.0
 """A CUDA context with its kernels and both networks, on a small GPU; on an H100 it takes 725 to 793 (measured)."""
 CLEANING_MB = 250.0
 """Components of a lung on the scan's grid, holes filled, beside both lungs' logits."""
+SETTLING_MB = 100.0
+"""Sides settled, beside both copies of stage 1's opinion (measured)."""
 UNASKED_MB = 1200.0
 """What a process may take for the sake of speed, both lungs at once, where no limit was given that allows more."""
 LONGEST_LUNG_MM = 400.0
@@ -84,17 +86,17 @@ def plan(
         ScanError: not even the smallest tiles fit.
     """
     on_gpu = refiner.device.type == "cuda"
-    host_mb = PROGRAM_MB + refiner.library_mb + scan.voxels.nbytes / 1e6 + restored_mb(scan)
+    coarse_mb, slab_voxels, slab_layer = _stage1(scan, locator)
+    host_mb = PROGRAM_MB + refiner.library_mb + scan.voxels.nbytes / 1e6 + restored_mb(scan) + coarse_mb
+    between_mb = max(coarse_mb + SETTLING_MB, _mask_mb(scan) + CLEANING_MB)
     if on_gpu:
-        host_mb += _mask_mb(scan) + CLEANING_MB
+        host_mb += between_mb
         _refuse(scan, "--max-memory", max_memory_gb, host_mb)
     layer = LARGEST_LUNG_VOXELS[0] * LARGEST_LUNG_VOXELS[1]
     context, stride = 2 * refiner.stage.unet.context, refiner.stage.unet.stride
 
     limit_gb = max_vram_gb if on_gpu else max_memory_gb
-    coarse_mb, slab_voxels, slab_layer = _stage1(scan, locator)
-    after_mb = _mask_mb(scan) + CLEANING_MB
-    fixed_mb = (GPU_PROGRAM_MB if on_gpu else host_mb) + coarse_mb
+    fixed_mb = GPU_PROGRAM_MB if on_gpu else host_mb
     smallest, largest = layer * (context + stride), float(prod(LARGEST_LUNG_VOXELS))
     streamed = refiner.device.type == "cpu"
 
@@ -104,7 +106,7 @@ def plan(
     def needed_mb(tile: float) -> float:
         """With stage 2's tiles of so many voxels."""
         stage2_mb = _stage2_mb(refiner, tile, layer, streamed)
-        return fixed_mb + max(stage1_mb(), stage2_mb, 0 if on_gpu else after_mb)
+        return fixed_mb + max(stage1_mb(), stage2_mb, 0 if on_gpu else between_mb)
 
     if on_gpu:
         streamed = limit_gb is not None and needed_mb(LARGEST_GPU_TILE) > limit_gb * 1000
@@ -117,7 +119,7 @@ def plan(
     most_mb, both_mb = needed_mb(tile), 0.0
     if refiner.shareable and whole:
         room_mb = (UNASKED_MB if limit_gb is None else limit_gb * 1000) - fixed_mb
-        largest_mb = max(stage1_mb(), 2 * pass_mb(refiner, tile, layer, streamed), after_mb)
+        largest_mb = max(stage1_mb(), 2 * pass_mb(refiner, tile, layer, streamed), between_mb)
         if largest_mb <= room_mb:
             most_mb, both_mb = fixed_mb + largest_mb, inf
         elif limit_gb is None:
@@ -142,7 +144,7 @@ def _mask_mb(scan: Scan) -> float:
 
 
 def _stage1(scan: Scan, locator: Runner) -> tuple[float, float, float]:
-    """Memory of stage 1's opinion, twice while its sides are settled; voxels of a slab that it sees, and of a slice."""
+    """Memory of stage 1's opinion, which is the host's; voxels of a slab that it sees, and of a slice."""
     nx, ny, nz = coarse_grid(scan.canonical(), locator.stage.view).shape
     slabs = slabs_along_z(nz, locator.stage)
     depth = max(slab.seen.stop - slab.seen.start for slab in slabs)

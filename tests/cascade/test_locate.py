@@ -1,14 +1,16 @@
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from cascadeseg.cascade.locate import BESIDE_BODY_MM, body_box, locate
+from cascadeseg.cascade.locate import BESIDE_BODY_MM, body_box, copy_of, locate
 from cascadeseg.formats.scan import Scan
 from cascadeseg.geometry import Box, Grid
+from cascadeseg.network.levels import Finish, Image, unchanged
 from tests.cascade.chest import LUNG_HU, TISSUE_HU, Thresholder, chest, chest_grid, tiny_model
 
 BESIDE = (20, 45, 0)
@@ -48,6 +50,21 @@ def test_stage_1_finds_the_same_without_the_air(monkeypatch):
     found.lungs[:, *box.slices] = 0
     assert not found.lungs.any()
     assert np.prod(around.shapes[0]) < 0.6 * np.prod(everywhere.shapes[0])
+
+
+@dataclass
+class Elsewhere(Thresholder):
+    """On a device of which no image can be made here."""
+
+    def __call__(self, image: Image, finish: Finish = unchanged) -> Tensor:
+        return finish(torch.ones(3, *image.shape[1:]))
+
+
+def test_stage_1s_opinion_is_in_the_hosts_memory_on_any_device():
+    found = locate(chest(chest_grid()), Elsewhere(tiny_model().locator, sides=True, device=torch.device("meta")))
+    assert found.lungs.device.type == "cpu"
+    assert torch.equal(copy_of(found.lungs), found.lungs)
+    assert found.lungs.any()
 
 
 @pytest.mark.parametrize("hu", [-1024, LUNG_HU, TISSUE_HU])

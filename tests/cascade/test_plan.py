@@ -65,6 +65,16 @@ def test_a_gpu_streams_where_its_memory_is_short(slices, pixel_mm):
         on_a_gpu(0.5).plan(scan)
 
 
+def test_how_long_a_scan_is_matters_to_the_host_alone():
+    """Which keeps its voxels, its mask and stage 1's opinion, these near the lungs; a GPU holds a slab at a time."""
+    short, long, longer = (on_a_gpu(1.0).plan(long_scan(slices)) for slices in (300, 600, 2000))
+    slice_mb = 512 * 512 / 1e6
+    opinion_mb = 4 * (512 * 0.75 / 2) ** 2 * 150 / 1e6
+    assert long.host_mb - short.host_mb == pytest.approx(300 * 2 * slice_mb + 100 * slice_mb + opinion_mb, abs=1)
+    assert longer.host_mb - long.host_mb == pytest.approx(1400 * 2 * slice_mb, abs=opinion_mb)
+    assert short.device_mb == long.device_mb == longer.device_mb
+
+
 def test_a_gpu_with_less_memory_still_sees_lungs_in_tiles():
     plan = on_a_gpu(0.75).plan(long_scan(320))
     assert plan.streamed
