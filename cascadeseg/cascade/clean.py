@@ -43,7 +43,7 @@ def clean(labels: Labels, regions: Sequence[tuple[Label, Box]], grid: Grid, coar
         lung = np.asfortranarray(region == label.value)
         if not lung.any():
             continue
-        kept = fill_voids.fill(_parts(lung, grid.canonical().cropped(box), coarse))
+        kept = fill_voids.fill(_parts(lung, grid.canonical().cropped(box), coarse), in_place=True)
         region[lung & ~kept] = BACKGROUND
         region[kept & (region == BACKGROUND)] = label.value
     return labels

@@ -17,8 +17,8 @@ PROGRAM_MB = 390.0
 """The interpreter with torch, nibabel and both networks, and what allocators keep (measured on Linux)."""
 GPU_PROGRAM_MB = 450.0
 """A CUDA context with its kernels and both networks, on a small GPU; on an H100 it takes 725 to 793 (measured)."""
-CLEANING_MB = 250.0
-"""Components of a lung on the scan's grid, holes filled, beside both lungs' logits."""
+CLEANING_BYTES = 7.5
+"""For each voxel of the scan in a lung's box: the lung, its components and what finding them takes (7.1 measured)."""
 SETTLING_MB = 100.0
 """Sides settled, beside both copies of stage 1's opinion (measured)."""
 UNASKED_MB = 1200.0
@@ -88,7 +88,7 @@ def plan(
     on_gpu = refiner.device.type == "cuda"
     coarse_mb, slab_voxels, slab_layer = _stage1(scan, locator)
     host_mb = PROGRAM_MB + refiner.library_mb + scan.voxels.nbytes / 1e6 + restored_mb(scan) + coarse_mb
-    between_mb = max(coarse_mb + SETTLING_MB, _mask_mb(scan) + CLEANING_MB)
+    between_mb = max(coarse_mb + SETTLING_MB, _mask_mb(scan) + _cleaning_mb(scan))
     if on_gpu:
         host_mb += between_mb
         _refuse(scan, "--max-memory", max_memory_gb, host_mb)
@@ -141,6 +141,13 @@ def _mask_mb(scan: Scan) -> float:
     axial = scan.grid.canonical_axes()[0][2] == 2
     share = min(1.0, LONGEST_LUNG_MM / (canonical.shape[2] * canonical.spacing_mm[2])) if axial else 1.0
     return share * prod(scan.grid.shape) / 1e6
+
+
+def _cleaning_mb(scan: Scan) -> float:
+    """Memory of one lung's components on the scan's grid, beside both lungs' logits."""
+    lung_mm3 = lung = prod(LARGEST_LUNG_VOXELS)
+    voxels = min(lung_mm3 / (1000 * scan.grid.voxel_volume_ml), prod(scan.grid.shape))
+    return (CLEANING_BYTES * voxels + 2 * 2 * lung) / 1e6
 
 
 def _stage1(scan: Scan, locator: Runner) -> tuple[float, float, float]:

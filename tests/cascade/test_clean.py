@@ -26,6 +26,12 @@ def test_holes_are_lung_and_small_parts_are_not():
     assert (clean(labels, WHOLE, GRID, SEEN) == lung()).all()
 
 
+def test_holes_are_filled_where_there_is_one_part_alone():
+    labels = lung()
+    labels[10:14, 10:14, 10:14] = 0
+    assert (clean(labels, WHOLE, GRID, SEEN) == lung()).all()
+
+
 def test_a_hole_that_holds_the_other_lung_keeps_it():
     labels = lung()
     labels[10:20, 10:20, 10:20] = LEFT_LUNG.value
