@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from cascadeseg.cascade.pipeline import Segmenter
+from cascadeseg.cascade.pipeline import Segmenter, _Clock
 from cascadeseg.formats import read_scan, write_labels, write_scan
 from cascadeseg.formats.scan import Scan
 from cascadeseg.geometry import Grid, canonical_view
@@ -104,6 +104,16 @@ def test_the_format_does_not_matter(patient, segmenter, upright, suffix, tmp_pat
     for lung in LUNGS:
         assert dice(back, canonical_view(upright, scan.grid), lung.value) > 0.99
     write_labels(labels, tmp_path / "mask.nii.gz", read)
+
+
+@pytest.mark.parametrize(("device", "waited_for"), [("cpu", []), ("cuda:1", [torch.device("cuda:1")])])
+def test_no_device_is_touched_but_the_one_in_use(monkeypatch, device, waited_for):
+    touched: list[object] = []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda device=None: touched.append(device))
+    with _Clock(lambda step, done: None, torch.device(device)).step("locate", 0.0):
+        pass
+    assert touched == waited_for
 
 
 @pytest.mark.cuda

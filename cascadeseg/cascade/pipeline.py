@@ -184,8 +184,7 @@ class Segmenter:
         Raises:
             ScanError: it is no 3D CT volume, needs more memory than it may take, or has a lung larger than any.
         """
-        self._went_on()  # what a scan that failed has left there
-        clock = _Clock(progress or (lambda step, done: None))
+        clock = _Clock(progress or (lambda step, done: None), self.device)
         with clock.step("read", 0.0):
             scan = _as_scan(scan, affine, before=self.plan)
         planned = self.plan(scan)
@@ -249,8 +248,8 @@ class _Traces:
 class _Clock:
     """Seconds by step, and progress."""
 
-    def __init__(self, progress: Progress) -> None:
-        self.progress = progress
+    def __init__(self, progress: Progress, device: torch.device) -> None:
+        self.progress, self.device = progress, device
         self.seconds: dict[str, float] = {}
 
     @contextmanager
@@ -258,8 +257,8 @@ class _Clock:
         self.progress(name, done)
         start = time.perf_counter()
         yield
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         give_back_freed_memory()
         self.seconds[name] = time.perf_counter() - start
 

@@ -52,10 +52,15 @@ def fast_precision(device: torch.device) -> Literal["fp32", "bf16", "fp16"]:
     is *slower* than float32, and where it is emulated 4-5 times slower.
     """
     if device.type == "cuda":
-        return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+        return "bf16" if _gpu_multiplies_bfloat16(device) else "fp16"
     if device.type == "mps":
         return "fp16"
     return "bf16" if _cpu_multiplies_bfloat16() else "fp32"
+
+
+def _gpu_multiplies_bfloat16(device: torch.device) -> bool:
+    """Asked of the device itself: `torch.cuda.is_bf16_supported` speaks of the current one, the first of several."""
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _cpu_multiplies_bfloat16() -> bool:

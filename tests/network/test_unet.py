@@ -21,7 +21,7 @@ from cascadeseg.network import (
     stage_of,
 )
 from cascadeseg.network.blocks import depth_to_space, has_one_pass, space_to_depth
-from cascadeseg.network.engine import padded_to
+from cascadeseg.network.engine import fast_precision, padded_to
 
 CPU = torch.device("cpu")
 SMALL = UNetConfig(2, 1, widths=(4, 8, 16), block="bottleneck")
@@ -256,3 +256,10 @@ def test_what_is_no_model_is_refused_in_one_line(tmp_path):
 def test_a_device_that_is_not_there_is_refused(name, words):
     with pytest.raises(DeviceError, match=words):
         find_device(name)
+
+
+def test_each_gpu_has_its_own_fast_precision(monkeypatch):
+    capability = {torch.device("cuda:0"): (8, 0), torch.device("cuda:1"): (7, 5)}
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: True)  # the first one's
+    monkeypatch.setattr("torch.cuda.get_device_capability", capability.get)
+    assert [fast_precision(device) for device in capability] == ["bf16", "fp16"]
