@@ -18,6 +18,8 @@ EngineKind = Literal["auto", "torch", "openvino"]
 ENGINES: tuple[EngineKind, ...] = ("auto", "torch", "openvino")
 SLAB_CONTEXT = 16
 """Slices of an image that a slab sees beside its own."""
+OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory", "alloc_failed")
+"""How torch on a processor or on MPS, CUDA, cuBLAS and cuDNN say so, in small letters."""
 LIVE_TENSORS = 5
 """Full-width tensors that a forward pass holds at once, its workspace included (measured)."""
 
@@ -186,6 +188,8 @@ class BoundedEngine:
         """A tile length that may fit, on an engine that may be another one now."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+        elif self.device.type == "mps":
+            torch.mps.empty_cache()
         if not self.streamed and streamed_levels(self.stage.unet):
             self._note(f"stage of {self.stage.view.spacing_mm:g} mm a few slices at a time")
             self.streamed = True
@@ -212,9 +216,5 @@ class BoundedEngine:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    said = str(error)
-    return (
-        isinstance(error, MemoryError | torch.OutOfMemoryError)
-        or "can't allocate memory" in said
-        or "not enough memory" in said
-    )
+    said = str(error).lower()
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(words in said for words in OUT_OF_MEMORY)

@@ -129,6 +129,33 @@ def test_other_errors_are_not_taken_for_memory():
         engine(torch.randn(2, 8, 8, 8))
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes. Error code 12",
+        "DefaultCPUAllocator: not enough memory: you tried to allocate 4096 bytes.",
+        "MPS backend out of memory (MPS allocated: 5.56 GB, max allowed: 6.80 GB). Tried to allocate 768.00 MB",
+        "CUDA error: out of memory",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+    ],
+)
+def test_memory_that_runs_out_is_known_by_what_libraries_say(said):
+    engine = BoundedEngine(stage(), CPU, "fp32", "torch")
+    engine._engine = Starved(150, RuntimeError(said))
+    assert engine(torch.randn(2, 8, 8, 256)).shape == (1, 8, 8, 256)
+    assert engine.notes
+
+
+def test_memory_of_mps_is_given_back_before_another_try(monkeypatch):
+    given_back = []
+    monkeypatch.setattr("torch.mps.empty_cache", lambda: given_back.append(True))
+    engine, starved = starved_on_a_gpu("fp16")
+    engine.device, starved.longest = torch.device("mps"), 150
+    engine(torch.empty(2, 8, 8, 256, device="meta"))
+    assert given_back
+
+
 def test_memory_too_small_for_anything_is_said():
     engine = BoundedEngine(stage(), CPU, "fp32", "torch")
     engine._engine = Starved(0, MemoryError("no"))
