@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from cascadeseg.cascade.pipeline import Segmenter, _Clock
+from cascadeseg.cascade.plan import GPU_PROGRAM_MB
 from cascadeseg.formats import read_scan, write_labels, write_scan
 from cascadeseg.formats.scan import Scan
 from cascadeseg.geometry import Grid, canonical_view
@@ -141,8 +142,10 @@ def test_cuda_again_gives_the_same_mask_in_the_same_memory(patient):
 def test_cuda_keeps_within_a_limit_and_gives_the_same_mask(patient, upright):
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    labels = Segmenter(device="cuda", max_vram_gb=1).segment(patient[0]).labels
-    assert torch.cuda.max_memory_reserved() < 1e9
+    segmenter = Segmenter(device="cuda", max_vram_gb=1)
+    labels = segmenter.segment(patient[0]).labels
+    # What CUDA itself takes, which the promise counts as `GPU_PROGRAM_MB`, is not torch's to tell.
+    assert torch.cuda.max_memory_reserved() / 1e6 < segmenter.plan(patient[0]).device_mb - GPU_PROGRAM_MB
     for lung in LUNGS:
         assert dice(labels, upright, lung.value) > 0.995
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cascadeseg.cascade.locate import BESIDE_BODY_MM, body_box, copy_of, locate
+from cascadeseg.cascade.locate import BESIDE_BODY_MM, body_box, copy_of, found_in, locate
 from cascadeseg.formats.scan import Scan
 from cascadeseg.geometry import Box, Grid
 from cascadeseg.network.levels import Finish, Image, unchanged
@@ -50,6 +50,25 @@ def test_stage_1_finds_the_same_without_the_air(monkeypatch):
     found.lungs[:, *box.slices] = 0
     assert not found.lungs.any()
     assert np.prod(around.shapes[0]) < 0.6 * np.prod(everywhere.shapes[0])
+
+
+@pytest.mark.parametrize("slab_mm", [16.0, 64.0])
+def test_slabs_give_what_the_whole_gives_near_the_lungs_and_nothing_elsewhere(monkeypatch, slab_mm):
+    scan = chest(chest_grid((4.0, 4.0, 4.0)))
+    engine = Thresholder(tiny_model().locator, sides=True)
+    whole = locate(scan, engine).lungs
+    assert len(engine.shapes) == 1
+    beyond = 3
+    for name, mm in (("SLAB_MM", slab_mm), ("CONTEXT_MM", 8.0), ("KEPT_MM", 4.0 * beyond)):
+        monkeypatch.setattr(f"cascadeseg.cascade.locate.{name}", mm)
+    slabs = locate(scan, engine).lungs
+    assert len(engine.shapes) > 3
+    layers = torch.nonzero(found_in(whole).any(dim=0).any(dim=0)).flatten()
+    near = slice(int(layers[0]) - beyond, int(layers[-1]) + 1 + beyond)
+    assert torch.equal(slabs[..., near], whole[..., near])
+    for far in (slice(0, near.start), slice(near.stop, None)):
+        assert whole[..., far].any()
+        assert not slabs[..., far].any()
 
 
 @dataclass
