@@ -167,5 +167,6 @@ def _stage2_mb(refiner: Runner, tile: float, layer: float, streamed: bool) -> fl
 
 def _refuse(scan: Scan, option: str, limit_gb: float | None, needed_mb: float) -> None:
     if limit_gb is not None and limit_gb * 1000 < needed_mb:
-        found = f"needs {needed_mb / 1000:.1f} GB of memory at least"
-        raise ScanError(scan.source, found, f"{option} {limit_gb:g} or less", "raise the limit, or crop the scan")
+        found = f"needs up to {ceil(needed_mb / 100) / 10:.1f} GB of memory"  # rounded up: so much is enough
+        expected = f"no more than {option} leaves it ({limit_gb:g} GB)"  # of several jobs each has its share
+        raise ScanError(scan.source, found, expected, "raise the limit, run fewer --jobs, or crop the scan")

@@ -39,7 +39,7 @@ def test_without_limits_most_lungs_are_refined_whole():
 def test_a_windowed_scan_needs_room_for_a_copy():
     plain, segmenter = long_scan(2000), Segmenter(tiny_model(), device="cpu", max_memory_gb=2.5)
     assert segmenter.plan(plain).host_mb <= 2500
-    with pytest.raises(ScanError, match=r"needs \d\.\d GB of memory at least"):
+    with pytest.raises(ScanError, match=r"needs up to \d\.\d GB of memory"):
         segmenter.plan(replace(plain, floor_hu=-160.0))
 
 
@@ -61,7 +61,7 @@ def test_a_gpu_streams_where_its_memory_is_short(slices, pixel_mm):
     assert tight.streamed
     assert tight.tiles == 1
     assert tight.device_mb <= 1000
-    with pytest.raises(ScanError, match=r"--max-vram 0\.5 or less"):
+    with pytest.raises(ScanError, match=r"than --max-vram leaves it \(0\.5 GB\)"):
         on_a_gpu(0.5).plan(scan)
 
 
@@ -170,7 +170,7 @@ def test_cleaning_a_fine_scan_is_reckoned_with(two_threads):
     for segmenter in (alone, both, on_a_gpu(None)):
         assert segmenter.plan(fine).host_mb > 2363
     assert both.plan(fine).both_mb == np.inf
-    with pytest.raises(ScanError, match=r"fine\.nii\.gz: needs \d\.\d GB of memory at least"):
+    with pytest.raises(ScanError, match=r"fine\.nii\.gz: needs up to \d\.\d GB of memory"):
         Segmenter(device="cpu", max_memory_gb=2).plan(fine)
 
 
@@ -182,7 +182,8 @@ def test_cleaning_a_small_scan_takes_no_more_than_its_voxels():
 
 def test_what_cannot_fit_is_refused_before_work():
     segmenter = Segmenter(tiny_model(), device="cpu", max_memory_gb=0.5)
-    with pytest.raises(ScanError, match=r"long.nii.gz: needs \d.\d GB of memory at least; expected --max-memory 0.5"):
+    said = r"long\.nii\.gz: needs up to \d\.\d GB of memory; expected no more than --max-memory leaves it \(0\.5 GB\)"
+    with pytest.raises(ScanError, match=said):
         segmenter.plan(long_scan(2000))
 
 
@@ -193,7 +194,7 @@ def test_what_cannot_fit_is_refused_from_the_header_alone(tmp_path, monkeypatch,
     write_scan(scan.voxels, scan.grid, path)
     monkeypatch.setattr("cascadeseg.formats.nifti._read_voxels", None)
     monkeypatch.setattr("cascadeseg.formats.itk.scan_of_image", None)
-    with pytest.raises(ScanError, match=r"GB of memory at least; expected --max-memory 0\.1 or less"):
+    with pytest.raises(ScanError, match=r"no more than --max-memory leaves it \(0\.1 GB\)"):
         Segmenter(tiny_model(), device="cpu", max_memory_gb=0.1).segment(path)
 
 
