@@ -10,6 +10,7 @@ import gc
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections import deque
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from cascadeseg.outputs import Job
 
 PATIENCE_S = 3.0
-"""How long an interrupted process may take to notice that by itself."""
+"""How long interrupted processes may take to notice that by themselves."""
 _T = TypeVar("_T")
 _Timed = tuple[_T, dict[str, float]]
 """Something, and the seconds of each step that led to it."""
@@ -264,7 +265,7 @@ def _serve(connection: Connection, options: argparse.Namespace, threads: int) ->
     import_when_used("torch._meta_registrations")
     set_up_libraries()
     load = Loader.of(options)
-    with suppress(EOFError, OSError, KeyboardInterrupt):
+    with suppress(EOFError, OSError, KeyboardInterrupt), sigterm_interrupts():
         while True:
             job = connection.recv()
             try:
@@ -276,14 +277,36 @@ def _serve(connection: Connection, options: argparse.Namespace, threads: int) ->
 
 def _end(at_work: dict[Connection, tuple[SpawnProcess, Job]]) -> None:
     """Ends processes, those that are at a scan in the middle of it, nothing half written."""
-    for connection, (process, _) in at_work.items():
+    for connection in at_work:
         connection.close()
-        process.join(PATIENCE_S)  # Ctrl-C goes to all processes of a terminal
+    patient_until = time.monotonic() + PATIENCE_S  # Ctrl-C goes to all processes of a terminal
     for process, _ in at_work.values():
-        if process.is_alive() and process.pid is not None:
-            os.kill(process.pid, signal.SIGINT)
+        process.join(max(0.0, patient_until - time.monotonic()))
+    for process, _ in at_work.values():
+        process.terminate()
     for process, _ in at_work.values():
         process.join()
+
+
+@contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """SIGTERM, which schedulers and containers send, ends the block as Ctrl-C does; one that comes again is ignored.
+
+    Not where somebody else already listens to it, nor outside the main thread, which alone hears signals.
+    """
+
+    def interrupt(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `timeout` sends it twice: to us, and to our group
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 # ------------------------------------------------------------------------------------------------ what both need

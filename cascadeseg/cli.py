@@ -39,6 +39,12 @@ DEVICES = re.compile(r"auto|cpu|cuda|cuda:\d+|mps")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     survive_odd_terminals()
+    with batch.sigterm_interrupts():
+        return _ended(arguments)
+
+
+def _ended(arguments: Sequence[str] | None) -> int:
+    """The exit code of one command, whose mistakes are told."""
     verbose = "--verbose" in (sys.argv if arguments is None else arguments)
     try:
         options = _parser().parse_args(arguments)

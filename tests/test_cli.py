@@ -571,14 +571,15 @@ def test_a_process_that_is_killed_costs_one_scan(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for processes in /proc")
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_process_outlives_an_interrupted_batch(tmp_path: Path, how: signal.Signals) -> None:
     scans = [str(make_scan(tmp_path / f"{number}.nii.gz")) for number in range(40)]
     process, _ = started(*scans)
     time.sleep(0.3)
     process.send_signal(how)
-    process.communicate(timeout=60)  # which would go on as long as a child held its streams
-    assert process.returncode == (130 if how == signal.SIGINT else -how)
+    _, errors = process.communicate(timeout=60)  # which would go on as long as a child held its streams
+    assert process.returncode == (-how if how == signal.SIGKILL else 130)
+    assert how == signal.SIGKILL or "cascadeseg: interrupted" in errors.splitlines()
     assert len(list(tmp_path.glob("*_lungs.nii.gz"))) < 40
     assert not list(tmp_path.glob(".cascadeseg-*"))
 
@@ -750,6 +751,40 @@ def test_the_first_mask_survives_a_failed_second_run(tmp_path: Path, monkeypatch
 
 def test_ctrl_c_is_130_and_leaves_nothing(tmp_path: Path, refused: Refused) -> None:
     refused(["infer", make_scan(tmp_path / "interrupt.nii.gz")], "cascadeseg: interrupted", code=130)
+
+
+def test_sigterm_is_as_ctrl_c_also_if_it_comes_twice(tmp_path: Path) -> None:
+    make_scan(tmp_path / "a.nii.gz")
+    code = """import os, signal
+from cascadeseg import batch, cli
+def segment(*_):
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        os.kill(os.getpid(), signal.SIGTERM)
+batch._segment_one = segment
+raise SystemExit(cli.main(["infer", "a.nii.gz"]))"""
+    done = python("-c", code)
+    assert (done.returncode, done.stderr) == (130, "cascadeseg: interrupted\n")
+    assert names(tmp_path) == ["a.nii.gz"]
+
+
+def test_sigterm_is_left_to_who_calls_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scan = make_scan(tmp_path / "a.nii.gz")
+    read, seen = batch.read, []
+
+    def listening(*arguments: Any) -> Scan:
+        seen.append(signal.getsignal(signal.SIGTERM))
+        return read(*arguments)
+
+    monkeypatch.setattr(batch, "read", listening)
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        assert run("check", scan) == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert seen == [signal.SIG_IGN]
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_ctrl_c_ends_a_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
