@@ -171,6 +171,7 @@ def _add_evaluate(commands: Any) -> None:
     add("reference", metavar="REF", help="its reference, or a folder of references with the same names")
     add("--json", metavar="FILE", help="write the table as JSON")
     add("--csv", metavar="FILE", help="write the table as CSV")
+    add("--force", action="store_true", help="overwrite tables that are there")
 
 
 def _add_synth(commands: Any) -> None:
@@ -417,6 +418,8 @@ def _run_evaluate(options: argparse.Namespace) -> int:
     for option, name in (("--json", options.json), ("--csv", options.csv)):
         if name:
             _refuse_other_suffix(option, Path(name))
+            if Path(name).exists() and not options.force:
+                raise OutputError(name, "exists", remedy="overwrite with --force, or choose another name")
             check_place(Path(name))
     pairs, unpaired, others = pair(Path(options.prediction), Path(options.reference))
     for path in unpaired:

@@ -39,7 +39,7 @@ OPTIONS = {
     " --engine --max-memory --max-vram --jobs --quiet --verbose",
     "demo": "DIR --model --device --force --quiet --verbose",
     "check": "SCAN --series --volume",
-    "evaluate": "PRED REF --json --csv",
+    "evaluate": "PRED REF --json --csv --force",
     "synth": "OUT --count --seed --spacing --preset --quiet",
     "train": "--stage --data --config --preset --set --init -o/--output --resume --time-limit --device --devices"
     " --nodes --quiet",
@@ -858,6 +858,19 @@ def test_evaluate_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "worst  both   1.0000" in out
     assert json.loads((tmp_path / "s.json").read_text())["cases"][0]["lung_left"]["dice"] == 1
     assert (tmp_path / "s.csv").read_text().splitlines()[1].startswith("a,lung_right,1,1,1,0,0,12.8,")
+
+
+def test_evaluate_overwrites_no_table_unasked(tmp_path: Path, refused: Refused) -> None:
+    mask = tmp_path / "a_lungs.nii.gz"
+    run("infer", make_scan(tmp_path / "a.nii.gz"), "--quiet", "--report", "--csv", "lungs.csv")
+    refused.capsys.readouterr()
+    before = Path("a_lungs.json").read_bytes(), Path("lungs.csv").read_bytes()
+    both = ["evaluate", mask, mask, "--json", "a_lungs.json", "--csv", "lungs.csv"]
+    refused(both, "a_lungs.json: exists; overwrite with --force, or choose another name")
+    refused([*both[:3], *both[5:]], "lungs.csv: exists; overwrite with --force")
+    assert before == (Path("a_lungs.json").read_bytes(), Path("lungs.csv").read_bytes())
+    assert run(*both, "--force") == 0
+    assert Path("lungs.csv").read_text().startswith("case,lung,dice")
 
 
 def test_evaluate_two_folders_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
