@@ -23,7 +23,7 @@ from cascadeseg.terminal import complain, in_one_line, progress_bar, say, surviv
 
 if TYPE_CHECKING:
     from cascadeseg.evaluation.report import Row
-    from cascadeseg.evaluation.tables import Case
+    from cascadeseg.evaluation.tables import Case, Unscored
     from cascadeseg.formats import Scan
     from cascadeseg.outputs import Job
 
@@ -412,7 +412,24 @@ def _finite_ends(values: Any) -> list[float]:
 def _run_evaluate(options: argparse.Namespace) -> int:
     from cascadeseg.atomic import replace_text
     from cascadeseg.evaluation import tables
-    from cascadeseg.evaluation.cases import pair, score
+    from cascadeseg.evaluation.cases import pair
+
+    _check_tables(options)
+    pairs, unpaired, others = pair(Path(options.prediction), Path(options.reference))
+    for path in others:
+        complain(f"{path}: not scored: no reference of this name in {options.reference}")
+    cases, unscored = _scored(pairs, unpaired, options.prediction)
+    if cases:
+        say(tables.as_text(cases, unscored).rstrip())
+        for name, text in ((options.json, tables.as_json), (options.csv, tables.as_csv)):
+            if name:
+                replace_text(Path(name), text(cases, unscored))
+    total = len(cases) + len(unscored)
+    return _batch_result(len(unscored), total, total > 1)
+
+
+def _check_tables(options: argparse.Namespace) -> None:
+    """Refuses what is no place for the tables of ``evaluate``, before any work is done."""
     from cascadeseg.outputs import check_place
 
     for option, name in (("--json", options.json), ("--csv", options.csv)):
@@ -421,26 +438,29 @@ def _run_evaluate(options: argparse.Namespace) -> int:
             if Path(name).exists() and not options.force:
                 raise OutputError(name, "exists", remedy="overwrite with --force, or choose another name")
             check_place(Path(name))
-    pairs, unpaired, others = pair(Path(options.prediction), Path(options.reference))
-    for path in unpaired:
-        complain(f"{path}: no prediction of this name in {options.prediction}")
-    for path in others:
-        complain(f"{path}: not scored: no reference of this name in {options.reference}")
+
+
+def _scored(
+    pairs: Sequence[tuple[Path, Path]], unpaired: Sequence[Path], predictions: str
+) -> tuple[list[Case], list[Unscored]]:
+    """The scores of all cases that have some, and the others, each of which is told."""
+    from cascadeseg.evaluation.cases import case_name, score
+    from cascadeseg.evaluation.tables import Unscored
+
     cases: list[Case] = []
-    failed = len(unpaired)
+    unscored = [
+        Unscored(case_name(path), f"{path}: no prediction of this name in {predictions}", missing=True)
+        for path in unpaired
+    ]
+    for missing in unscored:
+        complain(missing.error)
     for prediction, reference in pairs:
         try:
             cases.append(score(prediction, reference))
         except ScanError as error:
-            failed += 1
+            unscored.append(Unscored(case_name(reference), str(error)))
             complain(str(error))
-    if cases:
-        say(tables.as_text(cases).rstrip())
-        for name, text in ((options.json, tables.as_json), (options.csv, tables.as_csv)):
-            if name:
-                replace_text(Path(name), text(cases))
-    total = len(pairs) + len(unpaired)
-    return _batch_result(failed, total, total > 1)
+    return cases, unscored
 
 
 def _run_synth(options: argparse.Namespace) -> int:

@@ -891,6 +891,26 @@ def test_evaluate_two_folders_by_name(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "p2_0000_lungs.nii.gz: not scored: no reference of this name in" in capsys.readouterr().err
 
 
+def test_evaluate_hides_no_case_without_scores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("infer", make_scan(tmp_path / "in" / "a.nii.gz"), "-o", tmp_path / "out", "--quiet")
+    (tmp_path / "out" / "b_lungs.nii.gz").write_text("no mask")
+    (tmp_path / "ref").mkdir()
+    for name in "abc":
+        (tmp_path / "ref" / f"{name}.nii.gz").write_bytes((tmp_path / "out" / "a_lungs.nii.gz").read_bytes())
+    capsys.readouterr()
+    assert run("evaluate", "out", "ref", "--json", "s.json", "--csv", "s.csv") == 3
+    out, err = capsys.readouterr()
+    assert out.splitlines()[-1] == "scored: 1 of 3 cases; 1 without a prediction, 1 failed"
+    scores = json.loads(Path("s.json").read_text())
+    assert (scores["scored"], scores["total"], scores["missing"]) == (1, 3, ["c"])
+    assert [case["case"] for case in scores["failed"]] == ["b"]
+    assert scores["failed"][0]["error"].startswith("out/b_lungs.nii.gz: ")
+    errors = {row["case"]: row["error"] for row in table(Path("s.csv"))}
+    assert errors["c"] == "ref/c.nii.gz: no prediction of this name in out"
+    assert errors["b"] == scores["failed"][0]["error"]
+    assert all(f"cascadeseg: {errors[name]}\n" in err for name in "bc")
+
+
 def test_evaluate_tells_scans_references_and_predictions_in_one_folder_apart(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -899,7 +919,7 @@ def test_evaluate_tells_scans_references_and_predictions_in_one_folder_apart(
     nibabel.save(nibabel.Nifti1Image(np.zeros(SHAPE, np.uint8), labels.affine), tmp_path / "a_ref.nii.gz")
     capsys.readouterr()
     assert run("evaluate", tmp_path, tmp_path) == 0
-    assert capsys.readouterr().out.splitlines()[2].split()[-4:-2] == ["13", "0"], "ml of the prediction, of the truth"
+    assert capsys.readouterr().out.splitlines()[2].split()[-6:-4] == ["13", "0"], "ml of the prediction, of the truth"
     assert run("evaluate", tmp_path / "a_ref.nii.gz", tmp_path / "a_lungs.nii.gz") == 0
     (tmp_path / "a_seg.mha").write_text("")
     assert run("evaluate", tmp_path, tmp_path) == 2

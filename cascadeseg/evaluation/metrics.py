@@ -65,6 +65,16 @@ class LungScores:
             return 100.0 * self.volume_error_ml / self.reference_ml
         return math.inf if self.volume_ml > 0 else math.nan
 
+    @property
+    def volume_absolute_error_ml(self) -> float:
+        """How far off, in either direction."""
+        return abs(self.volume_error_ml)
+
+    @property
+    def volume_absolute_error_percent(self) -> float:
+        """The same of the reference's volume; NaN and infinite as `volume_error_percent` is."""
+        return abs(self.volume_error_percent)
+
 
 @dataclass(frozen=True)
 class Surface:

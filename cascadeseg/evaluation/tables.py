@@ -40,7 +40,10 @@ COLUMNS = (
     Column("reference_ml", "ref ml", 0),
     Column("volume_error_ml", "error ml", 1, "far"),
     Column("volume_error_percent", "error %", 2, "far"),
+    Column("volume_absolute_error_ml", "absolute ml", 1, "high"),
+    Column("volume_absolute_error_percent", "absolute %", 2, "high"),
 )
+"""Of errors in both directions the mean is near zero; that of the absolute errors is not."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +59,26 @@ class Case:
     lungs: tuple[LungScores, ...]
 
 
-def as_text(cases: Sequence[Case]) -> str:
-    """A table for a terminal: a row a lung, and below them the mean and the worst of every column."""
+@dataclass(frozen=True)
+class Unscored:
+    """One scan without scores, which no mean counts.
+
+    Attributes:
+        name: of the scan.
+        error: the line that says why.
+        missing: whether there is no prediction; else there is one that could not be scored.
+    """
+
+    name: str
+    error: str
+    missing: bool = False
+
+
+def as_text(cases: Sequence[Case], unscored: Sequence[Unscored] = ()) -> str:
+    """A table for a terminal: a row a lung, and below them the mean and the worst of every column.
+
+    Unless all cases were scored, the last line says how many.
+    """
     rows = [["case", "lung", *(column.title for column in COLUMNS)]]
     for case in cases:
         rows += [[case.name, lung.label.side, *_texts(_values(lung))] for lung in case.lungs]
@@ -68,30 +89,43 @@ def as_text(cases: Sequence[Case]) -> str:
     rule = "-" * max(len(line) for line in lines)
     lines.insert(len(lines) - len(summary), rule)
     lines.insert(1, rule)
+    if unscored:
+        missing = sum(case.missing for case in unscored)
+        counts = f"{missing} without a prediction, {len(unscored) - missing} failed"
+        lines.append(f"scored: {len(cases)} of {len(cases) + len(unscored)} cases; {counts}")
     return "\n".join(lines) + "\n"
 
 
-def as_csv(cases: Sequence[Case]) -> str:
-    """A row a lung, then the mean and worst rows, whose first column says so; empty cells are undefined."""
+def as_csv(cases: Sequence[Case], unscored: Sequence[Unscored] = ()) -> str:
+    """A row a lung; one for each case without scores; then the mean and worst rows, whose first column says so.
+
+    Empty cells are undefined; the last column is empty unless there are no scores, and says why.
+    """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["case", "lung", *(column.key for column in COLUMNS)])
+    writer.writerow(["case", "lung", *(column.key for column in COLUMNS), "error"])
     for case in cases:
         for lung in case.lungs:
-            writer.writerow([case.name, lung.label.name, *map(_cell, _values(lung))])
+            writer.writerow([case.name, lung.label.name, *map(_cell, _values(lung)), ""])
+    for other in unscored:
+        writer.writerow([other.name, "", *("" for _ in COLUMNS), other.error])
     for (name, side), values in _summary(cases).items():
-        writer.writerow([name, side, *map(_cell, values)])
+        writer.writerow([name, side, *map(_cell, values), ""])
     return text.getvalue()
 
 
-def as_json(cases: Sequence[Case]) -> str:
+def as_json(cases: Sequence[Case], unscored: Sequence[Unscored] = ()) -> str:
     """The same as an object; what is undefined or infinite is null (an overlap of 0 or 1 tells which)."""
     keys = [column.key for column in COLUMNS]
     content: dict[str, Any] = {
+        "scored": len(cases),
+        "total": len(cases) + len(unscored),
+        "missing": [case.name for case in unscored if case.missing],
+        "failed": [{"case": case.name, "error": case.error} for case in unscored if not case.missing],
         "cases": [
             {"case": case.name, **{lung.label.name: _object(keys, _values(lung)) for lung in case.lungs}}
             for case in cases
-        ]
+        ],
     }
     for (name, side), values in _summary(cases).items():
         content.setdefault(name, {})[side] = _object(keys, values)
