@@ -307,7 +307,7 @@ def _run_infer(options: argparse.Namespace) -> int:
         failed += bool(row.get("error"))
         if table is not None:
             table.add(row)
-    return _batch_result(failed, len(jobs) + len(failures), several)
+    return _batch_result(failed, len(found) + len(failures), several)
 
 
 def _rows(failures: Sequence[CascadesegError], jobs: Sequence[Job], options: argparse.Namespace) -> Iterator[Row]:

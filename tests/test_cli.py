@@ -444,6 +444,15 @@ def test_a_batch_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.Capture
     assert capsys.readouterr().out == "3 of 3 scans are done already\n"
 
 
+def test_what_is_done_already_counts_in_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in "ab":
+        make_scan(tmp_path / "in" / f"{name}.nii.gz")
+    (tmp_path / "in" / "bad.nii.gz").write_text("no scan")
+    for _ in range(2):
+        assert run("infer", "in", "-o", "out", "--resume") == 3
+        assert "cascadeseg: 1 of 3 scans failed\n" in capsys.readouterr().err
+
+
 def table(path: Path) -> list[dict[str, str]]:
     with path.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
