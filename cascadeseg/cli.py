@@ -129,6 +129,7 @@ def _add_infer(commands: Any) -> None:
     add("--format", choices=("nii.gz", "mha", "nrrd"), help="of the mask; default: like the scan's")
     add(
         "--report",
+        type=_ends_in(".json", "--report", "the report's name", scans_before=True),
         nargs="?",
         const="",
         metavar="FILE",
@@ -136,12 +137,18 @@ def _add_infer(commands: Any) -> None:
     )
     add(
         "--preview",
+        type=_ends_in(".png", "--preview", "the picture's name", scans_before=True),
         nargs="?",
         const="",
         metavar="FILE",
         help="write a PNG picture, beside the mask unless FILE is given",
     )
-    add("--csv", metavar="FILE", help="write a table of all scans, a row each: volumes, quality, verdict, errors")
+    add(
+        "--csv",
+        type=_ends_in(".csv", "--csv", "the table's name", scans_before=True),
+        metavar="FILE",
+        help="write a table of all scans, a row each: volumes, quality, verdict, errors",
+    )
     there = parser.add_mutually_exclusive_group()
     there.add_argument("--force", action="store_true", help="overwrite results that are there")
     there.add_argument("--resume", action="store_true", help="leave out scans whose results are all there")
@@ -169,8 +176,9 @@ def _add_evaluate(commands: Any) -> None:
     add = parser.add_argument
     add("prediction", metavar="PRED", help="a mask, or a folder of masks")
     add("reference", metavar="REF", help="its reference, or a folder of references with the same names")
-    add("--json", metavar="FILE", help="write the table as JSON")
-    add("--csv", metavar="FILE", help="write the table as CSV")
+    for kind in ("json", "csv"):
+        name = _ends_in(f".{kind}", f"--{kind}", "the table's name")
+        add(f"--{kind}", type=name, metavar="FILE", help=f"write the table as {kind.upper()}")
     add("--force", action="store_true", help="overwrite tables that are there")
 
 
@@ -276,6 +284,20 @@ def _positive(kind: type[int] | type[float]) -> Callable[[str], float]:
     return parse
 
 
+def _ends_in(suffix: str, option: str, what: str, *, scans_before: bool = False) -> Callable[[str], str]:
+    """An argument type: a file's name, or none. A scan or a mask taken for the option's value is not overwritten, and
+    told as such before the scan is missed.
+    """
+
+    def parse(text: str) -> str:
+        if text and Path(text).suffix.lower() != suffix:
+            remedy = f"give the scans before {option}" if scans_before else ""
+            raise ConfigError(f"{option} {text}", what, f"a name that ends in {suffix}", remedy)
+        return text
+
+    return parse
+
+
 # ------------------------------------------------------------------------------------------------------ infer
 
 
@@ -323,7 +345,6 @@ class _Table:
     def __init__(self, path: Path, options: argparse.Namespace) -> None:
         from cascadeseg.evaluation.report import read_table
 
-        _refuse_other_suffix("--csv", path)
         if path.exists() and not (options.force or options.resume):
             raise OutputError(
                 path, "exists", remedy="overwrite with --force, go on with --resume, or choose another name"
@@ -340,13 +361,6 @@ class _Table:
 
         self.rows[row["scan"]] = row
         replace_text(self.path, table_csv(self.rows.values()))
-
-
-def _refuse_other_suffix(option: str, table: Path) -> None:
-    """Of ``--csv`` and ``--json``: a scan or a mask taken for the option's value is not overwritten."""
-    suffix = option.replace("--", ".")
-    if table.suffix.lower() != suffix:
-        raise ConfigError(f"{option} {table}", "the table's name", f"a name that ends in {suffix}")
 
 
 def _batch_result(failed: int, total: int, several: bool) -> int:
@@ -432,9 +446,8 @@ def _check_tables(options: argparse.Namespace) -> None:
     """Refuses what is no place for the tables of ``evaluate``, before any work is done."""
     from cascadeseg.outputs import check_place
 
-    for option, name in (("--json", options.json), ("--csv", options.csv)):
+    for name in (options.json, options.csv):
         if name:
-            _refuse_other_suffix(option, Path(name))
             if Path(name).exists() and not options.force:
                 raise OutputError(name, "exists", remedy="overwrite with --force, or choose another name")
             check_place(Path(name))

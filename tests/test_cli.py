@@ -616,6 +616,9 @@ def test_mistakes_in_the_call_are_one_line(tmp_path: Path, refused: Refused) -> 
     refused(["infer", ".", "-o", "m.nii.gz"], "m.nii.gz: one file for several scans; expected a folder")
     refused(["infer", scan, "--report", other], "expected a name that ends in .json; give the scans before --report")
     refused(["infer", scan, "--preview", "p.jpg"], "a name that ends in .png")
+    for option in ("--report", "--preview", "--csv"):
+        refused(["infer", option, scan], f"{option} {scan}: ", f"; give the scans before {option}")
+        refused(["infer", option, "."], f"{option} .: ", f"; give the scans before {option}")
 
 
 def nifti(path: str, array: Any, change: Callable[[Any], None] = lambda header: None) -> None:
