@@ -538,7 +538,7 @@ def test_what_no_scan_would_survive_ends_all_processes(tmp_path: Path) -> None:
     scans = [str(make_scan(tmp_path / f"{name}.nii.gz")) for name in "abc"]
     done = python("-m", "cascadeseg", "infer", *scans, "--jobs", "2", "--model", "no/such")
     assert done.returncode == 2
-    assert done.stderr.startswith("cascadeseg: no/such")
+    assert done.stderr.startswith("cascadeseg: no/such: no such folder; expected a model folder")
     assert len(done.stderr.splitlines()) == 1
     assert names(tmp_path) == ["a.nii.gz", "b.nii.gz", "c.nii.gz"]
 

@@ -181,9 +181,8 @@ def _description(folder: Path) -> dict[str, Any]:
         if description["format"] != FORMAT:
             raise ModelError(path, f"model format {description['format']}", f"format {FORMAT}", "update cascadeseg")
     except OSError as error:
-        raise ModelError(
-            folder, "no model.json in it", "a model folder", "name the `model` folder that training wrote"
-        ) from error
+        found = "no model.json in it" if folder.exists() else "no such folder"
+        raise ModelError(folder, found, "a model folder", "name the `model` folder that training wrote") from error
     except (ValueError, KeyError, TypeError) as error:
         raise ModelError(path, f"not a model description ({error})", "the JSON that training wrote") from error
     return description
