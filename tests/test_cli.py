@@ -20,6 +20,7 @@ from typing import Any
 import nibabel
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 import cascadeseg
@@ -55,6 +56,7 @@ class ThresholdSegmenter:
             raise ModelError(model, "no readable model.json")
         if device == "cuda:7":
             raise DeviceError("--device", "cuda:7, but this machine has no cuda device", "", "use --device auto")
+        self.device = torch.device("cuda" if device == "cuda" else "cpu")
 
     def plan(self, scan: Scan) -> str:
         return "at most 1,000 MB of memory"
@@ -619,6 +621,12 @@ def test_mistakes_in_the_call_are_one_line(tmp_path: Path, refused: Refused) -> 
     for option in ("--report", "--preview", "--csv"):
         refused(["infer", option, scan], f"{option} {scan}: ", f"; give the scans before {option}")
         refused(["infer", option, "."], f"{option} .: ", f"; give the scans before {option}")
+
+
+def test_a_limit_of_the_gpu_is_refused_where_none_is_used(tmp_path: Path, refused: Refused) -> None:
+    scans = [make_scan(tmp_path / f"{name}.nii.gz") for name in "ab"]
+    refused(["infer", *scans, "--max-vram", "0.1"], "--max-vram: a limit for a GPU, on cpu; expected a cuda device")
+    assert run("infer", *scans, "--max-vram", "1", "--device", "cuda") == 0
 
 
 def nifti(path: str, array: Any, change: Callable[[Any], None] = lambda header: None) -> None:
