@@ -159,8 +159,8 @@ def _job(found: Found, wishes: Wishes, several: bool) -> Job:
     return Job(
         scan=found.scan,
         labels=labels,
-        report=_side_file(wishes.report, "--report", labels.with_name(f"{stem}.json")),
-        preview=_side_file(wishes.preview, "--preview", labels.with_name(f"{stem}.png")),
+        report=_side_file(wishes.report, labels.with_name(f"{stem}.json")),
+        preview=_side_file(wishes.preview, labels.with_name(f"{stem}.png")),
     )
 
 
@@ -190,20 +190,10 @@ def _is_folder(output: str) -> bool:
     return Path(output).is_dir() or output.endswith(("/", "\\")) or not Path(output).suffix
 
 
-def _side_file(wish: str | None, option: str, beside: Path) -> Path | None:
+def _side_file(wish: str | None, beside: Path) -> Path | None:
     if wish is None:
         return None
-    if wish == BESIDE:
-        return beside
-    # Also keeps `--report scan.nii.gz`, a scan taken for the option's value, from being overwritten.
-    if Path(wish).suffix.lower() != beside.suffix:
-        raise ConfigError(
-            f"{option} {wish}",
-            "the report's name" if option == "--report" else "the picture's name",
-            f"a name that ends in {beside.suffix}",
-            f"give the scans before {option}",
-        )
-    return Path(wish)
+    return beside if wish == BESIDE else Path(wish)
 
 
 def _refuse_clashes(jobs: Sequence[Job]) -> None:
