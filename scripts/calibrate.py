@@ -47,6 +47,8 @@ FLOOR_DICE = 0.6
 """How bad a mask is below that is not fitted: it is bad."""
 NARROWLY = 0.01
 """Dice this close to `GOOD_DICE` is good or bad by chance."""
+CLEARLY_GOOD_DICE = 0.95
+"""About as good as one reader's contours by another's."""
 CAUGHT = 0.92
 """Of the bad masks of the stress scans fitted on. The bar for those tested on is 90 %, with false alarms under 5 %."""
 SMALLEST_ML = 5.0
@@ -330,6 +332,7 @@ def borders(rows: list[Judgement], fits: Fits) -> str:
         "false alarms, ordinary": [row for row in usual if row.good],
         f"Dice < {low:g} caught": [row for row in stress if row.dice < low],
         f"false alarms, Dice >= {high:g}": [row for row in stress if row.dice >= high],
+        f"Dice >= {CLEARLY_GOOD_DICE:g}": [row for row in stress if row.dice >= CLEARLY_GOOD_DICE],
     }
     lines = [f"| review below | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
     for border in (0.84, 0.85, 0.86, 0.87, 0.88, 0.89, 0.9, 0.91, 0.92):
