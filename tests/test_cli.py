@@ -986,6 +986,11 @@ def test_synth_writes_scans_and_labels(tmp_path: Path, capsys: pytest.CaptureFix
     (labels,) = (tmp_path / "out" / "labelsTr").iterdir()
     assert read_labels(labels)[1].matches(cascadeseg.read_scan(scan).grid)
     assert read_labels(labels)[1].spacing_mm == pytest.approx((10, 10, 10))
+    assert run("synth", "out", "--seed", "7", "--spacing", "4", "--preset", "emphysema") == 2
+    assert capsys.readouterr().err == (
+        'cascadeseg: out: synthetic scans of other settings (preset was "healthy", spacing_mm was [10.0, 10.0, 10.0]); '
+        "expected the same settings; choose another folder\n"
+    )
 
 
 def test_train_refuses_in_one_line(refused: Refused, tmp_path: Path) -> None:

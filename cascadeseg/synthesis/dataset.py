@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from cascadeseg.atomic import replace_file, replace_text
 from cascadeseg.errors import OutputError
 from cascadeseg.labels import LUNGS
-from cascadeseg.synthesis.config import SynthesisConfig
+from cascadeseg.synthesis.config import PRESETS, SynthesisConfig
 from cascadeseg.synthesis.patient import Patient, sample_patient
 from cascadeseg.synthesis.render import Phantom, render
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 Spacing = float | tuple[float, float, float]
 Progress = Callable[[str, float], None]
+RECORD = "synthesis.json"
 
 
 def write_dataset(
@@ -36,7 +38,8 @@ def write_dataset(
     """Write ``count`` synthetic scans with their labels: ``imagesTr``, ``labelsTr``, ``dataset.json``.
 
     Case ``synth_00007`` is the patient of seed 7. A case that is already there, scan and labels, is kept, so an
-    interrupted run goes on where it stopped.
+    interrupted run goes on where it stopped. ``synthesis.json`` says what the folder's scans are made by; it takes no
+    others.
 
     Args:
         out: the folder.
@@ -47,10 +50,11 @@ def write_dataset(
         progress: called with a case's name and the finished share, 0 to 1.
 
     Raises:
-        OutputError: the folder cannot be written.
+        OutputError: the folder cannot be written, or holds other scans.
     """
     folder = Path(out)
     try:
+        _claim(folder, {"preset": _preset_name(config), "spacing_mm": _three(spacing_mm), "seed": seed})
         for name in ("imagesTr", "labelsTr"):
             (folder / name).mkdir(parents=True, exist_ok=True)
         for number in range(count):
@@ -63,6 +67,51 @@ def write_dataset(
         raise OutputError(folder, f"cannot be written: {error.strerror or error}", remedy="choose another") from error
     if progress is not None:
         progress("done", 1.0)
+
+
+def _claim(folder: Path, settings: dict[str, Any]) -> None:
+    """Notes what the folder's scans are made by; refuses a folder of other scans."""
+    record = folder / RECORD
+    if record.exists():
+        before = _read_record(record)
+        if other := [
+            f"{key} was {json.dumps(before.get(key))}" for key in settings if before.get(key) != settings[key]
+        ]:
+            found = f"synthetic scans of other settings ({', '.join(other)})"
+            raise OutputError(folder, found, "the same settings", "choose another folder")
+        return
+    for name in ("dataset.json", "imagesTr", "labelsTr"):
+        place = folder / name
+        if place.is_file() or (place.is_dir() and any(place.iterdir())):
+            remedy = "choose another folder"
+            raise OutputError(folder, f"{name} of unknown settings, without a {RECORD}", "a new folder", remedy)
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_text(record, json.dumps(settings, indent=2) + "\n")
+
+
+def _read_record(record: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(record.read_text(encoding="utf-8"))
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        raise OutputError(
+            record, "no record of synthetic scans", "preset, spacing_mm and seed", "choose another folder"
+        )
+    return content
+
+
+def _preset_name(config: SynthesisConfig | None) -> str:
+    """The preset's name; of patients that are no preset's, a digest."""
+    config = config or SynthesisConfig()
+    for name, preset in PRESETS.items():
+        if preset == config:
+            return name
+    return hashlib.sha256(repr(config).encode()).hexdigest()[:12]
+
+
+def _three(spacing_mm: Spacing | None) -> list[float] | None:
+    return None if spacing_mm is None else [float(mm) for mm in np.broadcast_to(spacing_mm, 3)]
 
 
 def _write_case(folder: Path, name: str, seed: int, spacing_mm: Spacing | None, config: SynthesisConfig | None) -> None:

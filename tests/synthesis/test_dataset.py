@@ -1,6 +1,7 @@
 """Synthetic scans as files and as a torch dataset."""
 
 import json
+import re
 from pathlib import Path
 
 import nibabel
@@ -10,6 +11,7 @@ import torch
 
 from cascadeseg.errors import OutputError
 from cascadeseg.synthesis import PRESETS, SyntheticDataset, sample_patient, write_dataset
+from cascadeseg.synthesis.config import AcquisitionConfig, SynthesisConfig
 
 SPACING = 12.0
 
@@ -39,6 +41,36 @@ def test_a_finished_case_is_kept_and_half_a_case_is_made_again(tmp_path: Path) -
     write_dataset(tmp_path, 2, 0, SPACING)
     assert kept.stat().st_mtime_ns == before
     assert (tmp_path / "labelsTr" / "synth_00001.nii.gz").exists()
+
+
+def test_a_folder_takes_scans_of_its_own_settings_only(tmp_path: Path) -> None:
+    write_dataset(tmp_path, 1, 0, SPACING)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    refused = f"{tmp_path}: synthetic scans of other settings (%s); expected the same settings; choose another folder"
+    for settings, found in (
+        ((0, 8.0), "spacing_mm was [12.0, 12.0, 12.0]"),
+        ((0, None), "spacing_mm was [12.0, 12.0, 12.0]"),
+        ((5, SPACING, PRESETS["emphysema"]), 'preset was "default", seed was 0'),
+        ((0, SPACING, SynthesisConfig(acquisition=AcquisitionConfig(noise=2.0))), 'preset was "default"'),
+    ):
+        with pytest.raises(OutputError, match=re.escape(refused % found)):
+            write_dataset(tmp_path, 1, *settings)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    write_dataset(tmp_path, 2, 0, (SPACING, SPACING, SPACING), PRESETS["default"])
+    assert json.loads((tmp_path / "dataset.json").read_text())["numTraining"] == 2
+    assert all(path.read_bytes() == content for path, content in before.items() if path.name != "dataset.json")
+
+
+def test_somebody_elses_data_set_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "dataset.json").write_text("theirs")
+    with pytest.raises(
+        OutputError, match=r"dataset\.json of unknown settings, without a synthesis\.json; expected a new"
+    ):
+        write_dataset(tmp_path, 1, 0, SPACING)
+    (tmp_path / "synthesis.json").write_text("[")
+    with pytest.raises(OutputError, match=r"synthesis\.json: no record of synthetic scans"):
+        write_dataset(tmp_path, 1, 0, SPACING)
+    assert (tmp_path / "dataset.json").read_text() == "theirs"
 
 
 def test_a_folder_that_cannot_be_is_an_output_error(tmp_path: Path) -> None:
