@@ -1,7 +1,8 @@
 """The command line. Heavy libraries are imported inside the subcommands, so that ``--help`` answers at once.
 
 A user's mistake is one line on stderr and exit code 2. Other exit codes: 0 done, 3 some scans of several failed
-(the others are done), 130 interrupted. Results go to stdout, everything else to stderr.
+(the others are done), 4 a training stopped by its time limit, 130 interrupted. Results go to stdout, everything else to
+stderr.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from cascadeseg.formats import Scan
     from cascadeseg.outputs import Job
 
-DONE, MISTAKE, SOME_FAILED, INTERRUPTED = 0, 2, 3, 130
+DONE, MISTAKE, SOME_FAILED, UNFINISHED, INTERRUPTED = 0, 2, 3, 4, 130
 TRAIN_EXAMPLES = """examples, which need no data:
   cascadeseg train --stage 1 -o runs/one
   cascadeseg train --stage 2 -o runs/two --set locator=runs/one/model optimisation.steps=5000
@@ -535,7 +537,26 @@ def _run_train(options: argparse.Namespace) -> int:
             complain(str(problem))
         complain(f"{several.message}; nothing was started")
         return MISTAKE
-    say(f"{model}: the trained model; use it with cascadeseg infer SCAN --model {model}")
+    return _training_result(model, output, recipe, options)
+
+
+def _training_result(model: Path, output: Path, recipe: Any, options: argparse.Namespace) -> int:
+    """The closing line, which says what the model folder holds and what comes next, and the exit code."""
+    from cascadeseg.network import load_model
+
+    step = load_model(model).notes[f"stage{recipe.stage}_steps"]
+    if step < recipe.optimisation.steps:
+        command = shlex.join(["cascadeseg", "train", "--stage", str(recipe.stage), "-o", str(output), "--resume"])
+        say(f"{model}: not trained yet, stopped after step {step} of {recipe.optimisation.steps}; go on with {command}")
+        return UNFINISHED
+    if recipe.stage == 1:
+        given = {"--preset": options.preset, "--data": options.data, "--set": f"locator={model}"}
+        command = shlex.join(word for pair in given.items() if pair[1] for word in pair)
+        say(f"{model}: the trained locator; next is its refiner: cascadeseg train --stage 2 {command}")
+    else:
+        kind = "model" if recipe.locator else "refiner, behind the shipped locator"
+        command = shlex.join(["cascadeseg", "infer", "SCAN", "--model", str(model)])
+        say(f"{model}: the trained {kind}; use it with {command}")
     return DONE
 
 

@@ -1003,6 +1003,63 @@ def test_train_refuses_in_one_line(refused: Refused, tmp_path: Path) -> None:
     refused(["train", "--stage", "2", "--preset", "quick"], "--preset: quick; expected one of gpu, smoke")
 
 
+def trained(recipe: Any, output: Path, step: int | None = None) -> Path:
+    """The model folder of a run, by default a finished one, as far as the closing line needs it."""
+    from cascadeseg.network import Model, UNet, UNetConfig, View, save_model, stage_of
+
+    step = recipe.optimisation.steps if step is None else step
+    stage = stage_of(View(8.0), UNet(UNetConfig(1, 3, widths=(4, 8))))
+    save_model(Model(stage, None, notes={f"stage{recipe.stage}_steps": step}), output / "model")
+    return output / "model"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "step", "code", "said"),
+    [
+        (
+            ["--stage", "1", "--preset", "smoke", "--data", "my scans", "-o", "one"],
+            None,
+            0,
+            "one/model: the trained locator; next is its refiner: cascadeseg train --stage 2 --preset smoke "
+            "--data 'my scans' --set locator=one/model\n",
+        ),
+        (
+            ["--stage", "2", "--set", "locator=one/model"],
+            None,
+            0,
+            "runs/stage2/model: the trained model; use it with cascadeseg infer SCAN --model runs/stage2/model\n",
+        ),
+        (
+            ["--stage", "2", "-o", "two"],
+            None,
+            0,
+            "two/model: the trained refiner, behind the shipped locator; use it with cascadeseg infer SCAN "
+            "--model two/model\n",
+        ),
+        (
+            ["--stage", "1", "--preset", "smoke", "-o", "one", "--time-limit", "1"],
+            3,
+            4,
+            "one/model: not trained yet, stopped after step 3 of 900; go on with cascadeseg train --stage 1 -o one "
+            "--resume\n",
+        ),
+    ],
+)
+def test_train_says_what_it_ends_with_and_what_is_next(
+    arguments: list[str],
+    step: int | None,
+    code: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from cascadeseg.training import loop
+
+    monkeypatch.setattr(loop, "train", lambda recipe, output, **options: trained(recipe, output, step))
+    assert run("train", *arguments) == code
+    assert capsys.readouterr().out == said
+
+
 def test_train_hands_the_recipe_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from cascadeseg.training import loop
 
@@ -1010,7 +1067,7 @@ def test_train_hands_the_recipe_on(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
     def fake(config: Any, output: Path, **options: Any) -> Path:
         seen.update(config=config, output=output, **options)
-        return output / "model"
+        return trained(config, output)
 
     monkeypatch.setattr(loop, "train", fake)
     several = ("--set", "optimisation.steps=7", "name=x y", "--set", "locator=runs/one/model")
@@ -1035,7 +1092,7 @@ def test_a_run_goes_on_by_its_own_recipe(
         seen.append(recipe)
         output.mkdir(exist_ok=True)
         (output / "config.toml").write_text(config.dump(recipe))
-        return output / "model"
+        return trained(recipe, output)
 
     monkeypatch.setattr(loop, "train", fake)
     assert run("train", "--stage", "1", "-o", "mine", "--set", "optimisation.steps=7") == 0

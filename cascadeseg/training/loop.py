@@ -59,7 +59,7 @@ def train(
     Args:
         config: the recipe.
         output: the run folder: config, environment, split, metrics, checkpoint, pictures, ``best`` and ``model``, two
-            model folders for `infer`.
+            model folders.
         resume: go on from the run folder's checkpoint, if there is one.
         device: as for inference.
         processes: how many there are; one by default.
@@ -68,7 +68,8 @@ def train(
         quiet: no progress bar.
 
     Returns:
-        The folder of the latest averaged weights; of a finished run, the trained model.
+        The folder of the latest averaged weights, and of how many steps they are (in its notes): a model of both
+        stages, or of stage 1 a locator alone.
 
     Raises:
         ConfigError: the recipe contradicts itself, or the run folder holds another run.
