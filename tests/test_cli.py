@@ -1001,6 +1001,10 @@ def test_train_refuses_in_one_line(refused: Refused, tmp_path: Path) -> None:
     refused(["train", "--stage", "1", "--config", "bad.toml"], "bad.toml: not a TOML file")
     refused(["train", "--stage", "1", "--set", "optimisation.stepz=3"], "did you mean 'steps'?")
     refused(["train", "--stage", "2", "--preset", "quick"], "--preset: quick; expected one of gpu, smoke")
+    for options in ([], ["--resume"]):
+        refused(["train", "--stage", "1", "-o", "bad.toml", *options], "bad.toml: a file; expected a folder; choose an")
+    refused(["train", "--stage", "1", "-o", "bad.toml/run"], "bad.toml/run: cannot be made (Not a directory)")
+    assert (tmp_path / "bad.toml").read_text() == "stage = "
 
 
 def trained(recipe: Any, output: Path, step: int | None = None) -> Path:
