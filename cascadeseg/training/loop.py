@@ -272,11 +272,14 @@ def _initialise(network: UNet, config: TrainingConfig) -> None:
     stage = model.locator if config.stage == 1 else model.refiner
     if stage is None:
         raise ModelError(config.init, "a locator without a refiner", "both stages", "leave out --init")
-    if stage.view != config.view:
-        raise ConfigError("init", f"weights for {stage.view}", f"the recipe's {config.view}", "change [view]")
+    if changed := _changed(config.view, stage.view, "view."):
+        found = f"weights of another view ({'; '.join(changed)})"
+        raise ConfigError("init", found, "the recipe's", "change [view], or leave out --init")
     left = take_weights(network, stage.weights)
     if len(left) > len(list(network.state_dict())) // 2:
-        raise ConfigError("init", f"weights of another network ({stage.unet})", f"the recipe's {config.unet}")
+        changed = _changed(config.unet, stage.unet, "unet.")
+        found = f"weights of another network ({'; '.join(changed)})"
+        raise ConfigError("init", found, "the recipe's", "change [unet], or leave out --init")
 
 
 def _check(config: TrainingConfig, output: Path, resume: bool) -> None:

@@ -438,8 +438,17 @@ def test_training_goes_on_from_other_weights(recipe, tmp_path):
     a, b = load_model(first).locator.weights, load_model(second).locator.weights
     assert all(torch.equal(a[name], b[name]) for name in a if a[name].ndim == 5)
     other = replace(tuned, unet=UNetConfig(1, 3, widths=(4, 8)))
-    with pytest.raises(ConfigError, match="init: weights of another network"):
+    network = (
+        r"init: weights of another network \(unet.widths was \[8, 16\]\); expected the recipe's; change \[unet\], or"
+    )
+    with pytest.raises(ConfigError, match=network):
         run(other, tmp_path / "third")
+    finer = replace(tuned, view=replace(tuned.view, spacing_mm=4.0))
+    view = (
+        r"init: weights of another view \(view.spacing_mm was 6.0\); expected the recipe's; change \[view\], or leave"
+    )
+    with pytest.raises(ConfigError, match=view):
+        loop._begun(finer, None)
 
 
 def test_batchnorm_takes_over_the_averaged_statistics_and_keeps_them(recipe, tmp_path):
