@@ -521,7 +521,7 @@ def _run_train(options: argparse.Namespace) -> int:
     recipe = _recipe(options, output)
     from cascadeseg.outputs import check_place, make_folder
     from cascadeseg.training.loop import train
-    from cascadeseg.training.processes import Processes
+    from cascadeseg.training.processes import Processes, is_first
 
     make_folder(output)
     check_place(output / "config.toml")
@@ -540,7 +540,7 @@ def _run_train(options: argparse.Namespace) -> int:
             complain(str(problem))
         complain(f"{several.message}; nothing was started")
         return MISTAKE
-    return _training_result(model, output, recipe, options)
+    return _training_result(model, output, recipe, options) if is_first() else DONE
 
 
 def _training_result(model: Path, output: Path, recipe: Any, options: argparse.Namespace) -> int:

@@ -97,6 +97,12 @@ def _fabric_class() -> Any:
     raise ConfigError("train", "lightning-fabric is not installed", remedy="pip install lightning-fabric")
 
 
+def is_first() -> bool:
+    """Whether this process of a run is the one that speaks and writes, also when the run has ended."""
+    distributed = torch.distributed
+    return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
+
+
 @torch.no_grad()
 def summed_gradients(fabric: Any, network: nn.Module) -> None:
     """Every process gets the sum of all processes' gradients, in one message; one without any adds zeros."""

@@ -221,6 +221,7 @@ def test_two_processes_give_what_one_gives_and_none_waits_for_the_other(recipe, 
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[:3000]
+    assert done.stdout.count("the trained locator") == 1
     one, two = load_model(alone).locator.weights, load_model(together / "model").locator.weights
     for name in one:
         assert torch.allclose(one[name].float(), two[name].float(), atol=2e-3), name
