@@ -79,6 +79,23 @@ def test_a_folder_that_cannot_be_is_an_output_error(tmp_path: Path) -> None:
         write_dataset(tmp_path / "file", 1, 0, SPACING)
 
 
+def test_the_python_of_the_page_runs() -> None:
+    """As printed, but for larger voxels, and fewer patients without workers, which take long to start."""
+    page = (Path(__file__).parents[2] / "docs" / "synthesis.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) == 2
+    changes = {
+        "field_of_view(2.0)": "field_of_view(20.0)",
+        "(40, 40, 40), (72, 72, 72)": "(4, 4, 4), (7, 7, 7)",
+        "(4, spacing_mm=2.0)": "(1, spacing_mm=20.0)",
+        "workers=2": "workers=0",
+    }
+    for block in blocks:
+        for printed, quick in changes.items():
+            block = block.replace(printed, quick)
+        exec(block, {})
+
+
 def test_the_dataset_makes_its_items() -> None:
     dataset = SyntheticDataset(2, seed=5, spacing_mm=SPACING, config=PRESETS["healthy"])
     item = dataset[1]
