@@ -2,13 +2,14 @@
 
     python scripts/curves.py runs/stage1 runs/stage2 --output curves.png
 
-Needs matplotlib (`pip install cascadeseg[docs]`). TensorBoard shows the same while a run goes on.
+Needs matplotlib (`pip install '.[docs]'`). TensorBoard shows the same while a run goes on.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ def main() -> None:
     parser.add_argument("runs", type=Path, nargs="+", help="run folders")
     parser.add_argument("--output", "-o", type=Path, default=Path("curves.png"))
     options = parser.parse_args()
+    if find_spec("matplotlib") is None:
+        parser.exit(2, "curves.py: it draws with matplotlib, which is not installed; pip install '.[docs]'\n")
     draw({run.name: points(run / "metrics.jsonl") for run in options.runs}, options.output)
 
 

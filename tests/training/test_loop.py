@@ -414,6 +414,15 @@ def test_a_disk_too_small_for_the_patients_to_come_is_told_while_there_is_time(r
     assert re.search(r"warning: the patients to come will take about 31.0 GB of .*, where 12.5 GB are free; name", said)
 
 
+def test_curves_without_matplotlib_say_in_one_line_what_to_install(tmp_path):
+    script = Path(__file__).parents[2] / "scripts" / "curves.py"
+    hidden = "import runpy, sys; sys.modules['matplotlib'] = None; runpy.run_path(sys.argv[1], run_name='__main__')"
+    command = [sys.executable, "-c", hidden, str(script), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    line = "curves.py: it draws with matplotlib, which is not installed; pip install '.[docs]'\n"
+    assert (done.returncode, done.stderr) == (2, line)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not any(map(shutil.which, loop.COMPILERS)), reason="torch.compile needs a C++ compiler")
 def test_a_compiled_network_learns_the_same(recipe, tmp_path):
