@@ -43,7 +43,6 @@ def in_streams(network: UNet, image: Image, finish: Finish) -> Tensor:
     Returns:
         (any, X, Y, Z): what ``finish`` makes of the logits.
     """
-
     weights = next(network.parameters())
 
     def slices(z: slice) -> Tensor:
