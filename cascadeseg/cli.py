@@ -97,7 +97,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="cascadeseg",
         description="Left and right lung masks from any chest CT.",
-        epilog="Exit codes: 0 done, 2 a mistake or bad input, 3 some scans of several failed, 130 interrupted.",
+        epilog="Exit codes: 0 done, 2 a mistake or bad input, 3 some scans of several failed, "
+        "4 a training stopped by its time limit, 130 interrupted.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"cascadeseg {__version__}")
@@ -187,7 +188,7 @@ def _add_evaluate(commands: Any) -> None:
 def _add_synth(commands: Any) -> None:
     parser = _command(commands, _run_synth, "Make synthetic chest CT scans with their lung labels.")
     add = parser.add_argument
-    add("output", metavar="OUT", help="a folder; gets imagesTr, labelsTr and dataset.json")
+    add("output", metavar="OUT", help="a folder; gets imagesTr, labelsTr, dataset.json and synthesis.json")
     add("--count", type=_positive(int), default=1, metavar="N", help="how many; default 1")
     add("--seed", type=int, default=0, metavar="S", help="of the first; the others count up; default 0")
     add(
@@ -226,7 +227,7 @@ def _add_train(commands: Any) -> None:
     add("--init", metavar="MODEL", help="start from these weights: 'shipped', or a model folder")
     add("-o", "--output", metavar="RUN", help="the run's folder; default: runs/stage1 or runs/stage2")
     add("--resume", action="store_true", help="go on with the run in that folder, by its own recipe")
-    add("--time-limit", type=_positive(float), metavar="MIN", help="save and stop after so many minutes")
+    add("--time-limit", type=_positive(float), metavar="MIN", help="save and stop after so many minutes (exit code 4)")
     add("--device", default="auto", help="auto (default), cpu, cuda, cuda:N or mps")
     add("--devices", type=_positive(int), default=1, metavar="N", help="how many of them on each machine; default 1")
     add("--nodes", type=_positive(int), default=1, metavar="N", help="machines (torchrun or SLURM); default 1")

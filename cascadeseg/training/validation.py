@@ -103,7 +103,7 @@ def _segmenter(config: TrainingConfig, state: State, device: torch.device) -> Ca
     def located(scan: Scan) -> LabelMap:
         coarse = settle_sides(locate(scan, engine), scan)
         labels = np.zeros(scan.grid.shape, np.uint8)
-        for lung, probability in zip(LUNGS, coarse.lungs, strict=True):
+        for lung, probability in zip(LUNGS, coarse.lungs.to(device), strict=True):
             labels[(resample_volume(probability, coarse.grid, scan.grid) > 0.5).cpu().numpy()] = lung.value
         return labels
 
