@@ -520,12 +520,11 @@ def _run_train(options: argparse.Namespace) -> int:
     _check_device(options.device)
     output = Path(options.output or f"runs/stage{options.stage}")
     recipe = _recipe(options, output)
-    from cascadeseg.outputs import check_place, make_folder
+    from cascadeseg.outputs import check_folder
     from cascadeseg.training.loop import train
     from cascadeseg.training.processes import Processes, is_first
 
-    make_folder(output)
-    check_place(output / "config.toml")
+    check_folder(output)
     try:
         model = train(
             recipe,

@@ -236,6 +236,15 @@ def check_place(path: Path) -> None:
         pass
 
 
+def check_folder(path: Path) -> None:
+    """Raises OutputError if `make_folder` could not make this folder, or nothing could be written in it; makes none."""
+    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not there.is_dir():
+        raise OutputError(there, "a file", "a folder", "choose another name")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise OutputError(path, f"cannot be made or written in ({there} may not be)", "", "choose another folder")
+
+
 def make_folder(path: Path) -> None:
     """Makes a folder for results, with those above it, unless it is there.
 

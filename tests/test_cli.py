@@ -1003,7 +1003,7 @@ def test_train_refuses_in_one_line(refused: Refused, tmp_path: Path) -> None:
     refused(["train", "--stage", "2", "--preset", "quick"], "--preset: quick; expected one of gpu, smoke")
     for options in ([], ["--resume"]):
         refused(["train", "--stage", "1", "-o", "bad.toml", *options], "bad.toml: a file; expected a folder; choose an")
-    refused(["train", "--stage", "1", "-o", "bad.toml/run"], "bad.toml/run: cannot be made (Not a directory)")
+    refused(["train", "--stage", "1", "-o", "bad.toml/run"], "bad.toml: a file; expected a folder; choose an")
     assert (tmp_path / "bad.toml").read_text() == "stage = "
 
 
