@@ -30,6 +30,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from cascadeseg import synthesis
 from cascadeseg._version import __version__
 from cascadeseg.atomic import replace_file, replace_text
 from cascadeseg.errors import ConfigError
@@ -162,7 +163,7 @@ def recipe_digest(config: TrainingConfig) -> str:
         "stride": config.unet.stride,
         "labels": asdict(data.labels),
         "version": __version__,
-        "synthetic": data.preset if data.source == "synthetic" else None,
+        "synthetic": [data.preset, _generator_digest()] if data.source == "synthetic" else None,
     }
     if config.stage == 2:
         what |= {"jitter": data.box_jitter_mm, "predicted": predicts_boxes(config)}
@@ -170,6 +171,14 @@ def recipe_digest(config: TrainingConfig) -> str:
         folds = range(data.folds) if "{fold}" in config.locator else [0]
         what["locators"] = [load_model(locator_folder(config, fold)).sha256 for fold in folds]
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _generator_digest() -> str:
+    """Of the code that makes synthetic patients: who changes it does not train on yesterday's."""
+    state = hashlib.sha256()
+    for module in sorted(Path(synthesis.__file__).parent.glob("*.py")):
+        state.update(module.read_bytes())
+    return state.hexdigest()[:12]
 
 
 _locators: dict[str | None, Engine] = {}

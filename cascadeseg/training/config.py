@@ -37,7 +37,8 @@ class DataConfig:
         source: ``"synthetic"``; a folder in nnU-Net's raw layout or with a Medical Segmentation Decathlon
             ``dataset.json``; a MONAI datalist (JSON); or a CSV of ``image,label[,patient,fold]``.
         labels: what the data set's labels are; for synthetic patients, tissues instead of the lungs.
-        folds: files only: patients are split into so many parts, unless the data set itself names folds.
+        folds: files only: patients are split into so many parts, by one chance for all recipes, unless the data set
+            itself names folds.
         fold: files only: the part that is held out.
         preset: synthetic only: a name from `cascadeseg.synthesis.PRESETS`.
         cases: synthetic only: how many training patients there are in all.
@@ -51,7 +52,7 @@ class DataConfig:
         workers: processes that prepare cases ahead of training; 0: all processors but one.
         device: where workers render synthetic patients and run the locator.
         cache: folder of prepared cases, shared by runs; empty: inside the run folder.
-        seed: of the first synthetic patient (the others count up from it), and of the split of files.
+        seed: synthetic only: of the first patient; the others count up from it.
     """
 
     source: str = "synthetic"

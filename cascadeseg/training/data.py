@@ -144,12 +144,17 @@ def _kept_folds(cases: Sequence[Inspected], data: DataConfig, record: Path) -> d
 
 
 def _folds(cases: Sequence[Inspected], data: DataConfig) -> dict[str, int]:
-    """By patient: the data set's own folds where it names them for all, else by chance of the seed."""
+    """By patient: the data set's own folds where it names them for all, else by chance.
+
+    The same for all recipes: stage 2 must not be validated on patients that its locator has been trained on.
+    """
     own = {case.entry.name: case.entry.fold for case in cases}
     if all(fold is not None for fold in own.values()):
         return {name: int(fold or 0) for name, fold in own.items()}
+    if not 0 <= data.fold < data.folds:
+        raise ConfigError("data.fold", str(data.fold), f"0 to {data.folds - 1}, one of data.folds = {data.folds}")
     patients = sorted({case.entry.patient for case in cases})
-    shuffled = np.random.default_rng(data.seed).permutation(len(patients))
+    shuffled = np.random.default_rng(0).permutation(len(patients))
     of_patient = {patients[index]: int(place % data.folds) for place, index in enumerate(shuffled)}
     return {case.entry.name: of_patient[case.entry.patient] for case in cases}
 

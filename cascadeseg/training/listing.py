@@ -140,7 +140,8 @@ def sides(listed: Listing, wanted: LabelNames) -> tuple[dict[int, int], list[str
         wanted: the recipe's mapping; where it is silent, names that say lung (or lobe) and side are understood.
 
     Returns:
-        Numbers to `labels` values (0 to background always), and one line for every name that is not understood.
+        Numbers to `labels` values (0 to background always; 255, and what is called ignore, to ignore unless it is
+        named otherwise), and one line for every name that is not understood.
     """
     meaning = {name: value for value, names in _asked(wanted).items() for name in names}
     mapping, problems = {BACKGROUND: BACKGROUND}, []
@@ -156,6 +157,7 @@ def sides(listed: Listing, wanted: LabelNames) -> tuple[dict[int, int], list[str
             )
         else:
             mapping[number] = value
+    mapping.setdefault(IGNORE, IGNORE)
     unknown = [name for name in meaning if not name.isdecimal() and name not in listed.names.values()]
     problems += [f"data.labels names '{name}', which the data set does not have" for name in unknown]
     if not {RIGHT_LUNG.value, LEFT_LUNG.value} & set(mapping.values()):
@@ -173,10 +175,12 @@ def _asked(wanted: LabelNames) -> dict[int, tuple[str, ...]]:
 
 
 def _understood(name: str) -> int | None:
-    """The lung that a name says beyond doubt, background for what is no lung beyond doubt, else None."""
+    """The lung that a name says beyond doubt, background for what is no lung beyond doubt, ignore; else None."""
     plain = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
     if plain in OUTSIDE:
         return BACKGROUND
+    if plain == "ignore":  # nnU-Net's reserved name
+        return IGNORE
     words = set(plain.split("_"))
     if lobe := words & LOBES.keys():
         return LOBES[lobe.pop()].value if len(lobe) == 1 else None

@@ -58,7 +58,7 @@ def inspect(listed: Listing, sides: dict[int, int], problems: Sequence[str] = ()
     if errors:
         raise ExceptionGroup(f"{len(errors)} problems in the training data", errors)
     pairs = tuple(sorted(sides.items()))
-    return [Inspected(entry, pairs, _digest(entry)) for entry in listed.entries]
+    return [Inspected(entry, pairs, _digest(entry, pairs)) for entry in listed.entries]
 
 
 def _repeated(listed: Listing) -> list[Exception]:
@@ -117,9 +117,11 @@ def _label_problems(path: Path, labels: npt.NDArray[Any], grid: Grid, sides: dic
     return errors
 
 
-def _digest(entry: Entry) -> str:
-    """Of both ends and the size of both files: gzip ends with a checksum of all of it, and headers come first."""
-    state = hashlib.sha256()
+def _digest(entry: Entry, sides: tuple[tuple[int, int], ...]) -> str:
+    """Of what the labels mean, and of both ends and the size of both files: gzip ends with a checksum of all of it, and
+    headers come first.
+    """
+    state = hashlib.sha256(repr(sides).encode())
     for path in (entry.image, entry.label):
         for file in sorted(child for child in path.rglob("*") if child.is_file()) if path.is_dir() else [path]:
             _add_ends(state, file)

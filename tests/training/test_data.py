@@ -81,7 +81,7 @@ def test_on_every_layout_the_same_training_starts(folder, cache, tmp_path, layou
     assert sorted(patient.case.entry.name for patient in [*training, *held_out]) == CASES
     assert len(training)
     assert len(held_out)
-    assert dict(training[0].case.sides) == {0: 0, 1: 1, 2: 2}
+    assert dict(training[0].case.sides) == {0: 0, 1: 1, 2: 2, 255: IGNORE}
     scan, labels = training[0].whole(2.0)
     assert dice(labels, truth(scan.grid), 1) == 1
     model = train(with_data(config, cache=cache), tmp_path / "run", device="cpu", stop_after=1, quiet=True)
@@ -129,10 +129,17 @@ def test_a_label_must_say_its_side(name, value):
     assert len(problems) == (value is None)
 
 
+def test_255_and_what_is_called_ignore_are_ignored_unless_named_otherwise():
+    lungs = {1: "lung_right", 2: "lung_left"}
+    assert sides(Listing((), lungs), LabelNames()) == ({0: 0, 1: 1, 2: 2, 255: IGNORE}, [])
+    assert sides(Listing((), lungs | {3: "ignore"}), LabelNames())[0][3] == IGNORE
+    assert sides(Listing((), lungs | {255: "trachea"}), LabelNames())[0][255] == 0
+
+
 def test_a_recipe_says_what_a_name_does_not():
     names = {1: "infection", 2: "lungs", 5: "L", 6: "R"}
     wanted = LabelNames(right=("R",), left=("5",), ignore=("infection",), background=("lungs",))
-    assert sides(Listing((), names), wanted) == ({0: 0, 1: IGNORE, 2: 0, 5: 2, 6: 1}, [])
+    assert sides(Listing((), names), wanted) == ({0: 0, 1: IGNORE, 2: 0, 5: 2, 6: 1, 255: IGNORE}, [])
     _, problems = sides(Listing((), names), replace(wanted, right=("Q",)))
     assert any("'Q', which the data set does not have" in problem for problem in problems)
 
@@ -254,6 +261,16 @@ def test_a_crop_of_stage_2_is_what_the_refiner_sees(folder, tmp_path, monkeypatc
         assert any(torch.equal(case.image, image) for image in images)
 
 
+def test_all_recipes_hold_out_the_same_patients(folder, tmp_path):
+    one, other = (
+        [patient.case.entry.name for patient in patients_of(with_data(stage1(folder), seed=seed), record)[1]]
+        for seed, record in ((1000, tmp_path / "one.json"), (5000, tmp_path / "other.json"))
+    )
+    assert one == other
+    with pytest.raises(ConfigError, match=r"data\.fold: 5; expected 0 to 4"):
+        patients_of(with_data(stage1(folder), folds=5, fold=5), tmp_path / "third.json")
+
+
 def test_the_cache_is_keyed_by_recipe_and_content(folder, tmp_path):
     config = stage1(folder)
     assert recipe_digest(config) == recipe_digest(stage1(folder, steps=99, learning_rate=1.0))
@@ -262,6 +279,10 @@ def test_the_cache_is_keyed_by_recipe_and_content(folder, tmp_path):
     root = shutil.copytree(folder, tmp_path / "set")
     again, _ = patients_of(stage1(root), tmp_path / "split.json")
     assert [patient.key for patient in training] == [patient.key for patient in again]
+    write_dataset_json(root, {"lung_right": 1, "trachea": 2})
+    renamed, _ = patients_of(stage1(root), tmp_path / "split.json")
+    assert renamed[0].key != again[0].key
+    write_dataset_json(root, OURS)
     entry = again[0].case.entry
     _relabel(root / "imagesTr", root / "labelsTr", entry.name, (0, 1, 255))
     write_dataset_json(root, OURS | {"lobe_left_upper": 255})
