@@ -36,6 +36,16 @@ def reoriented(grid: Grid, order: tuple[int, int, int], flips: tuple[bool, bool,
     return Grid([grid.shape[a] for a in order], affine)
 
 
+def turned(degrees: float) -> Grid:
+    """The toy chest's field of view, turned about the long axis."""
+    base = chest_grid((3.0, 3.0, 4.0))
+    angle = np.deg2rad(degrees)
+    turn = np.array([[np.cos(angle), -np.sin(angle), 0], [np.sin(angle), np.cos(angle), 0], [0, 0, 1]])
+    affine = np.eye(4)
+    affine[:3] = turn @ base.affine[:3]
+    return Grid(base.shape, affine)
+
+
 def test_a_network_that_thresholds_gives_back_both_lungs():
     scan = chest(chest_grid((1.5, 1.5, 2.5)))
     result = thresholding_segmenter().segment(scan)
@@ -66,24 +76,14 @@ def test_every_orientation_gives_the_same_mask_in_patient_space(order, flips):
 
 
 def test_an_oblique_scan_keeps_its_sides():
-    base = chest_grid((3.0, 3.0, 4.0))
-    angle = np.deg2rad(20)
-    turn = np.array([[np.cos(angle), -np.sin(angle), 0], [np.sin(angle), np.cos(angle), 0], [0, 0, 1]])
-    affine = np.eye(4)
-    affine[:3] = turn @ base.affine[:3]
-    grid = Grid(base.shape, affine)
+    grid = turned(20)
     labels = thresholding_segmenter().segment(chest(grid)).labels
     for lung in LUNGS:
         assert dice(labels, truth(grid), lung.value) > 0.95
 
 
 def test_a_box_in_millimetres_holds_the_lung_of_an_oblique_scan():
-    base = chest_grid((3.0, 3.0, 4.0))
-    angle = np.deg2rad(40)
-    turn = np.array([[np.cos(angle), -np.sin(angle), 0], [np.sin(angle), np.cos(angle), 0], [0, 0, 1]])
-    affine = np.eye(4)
-    affine[:3] = turn @ base.affine[:3]
-    grid = Grid(base.shape, affine)
+    grid = turned(40)
     result = thresholding_segmenter().segment(chest(grid))
     for lung in result.lungs:
         low, high = lung.box_mm
