@@ -594,7 +594,7 @@ def colon(patient: Patient) -> Beads:
     calibre[5:8] *= rng.uniform(1, 1.4)
     beads = strand(nodes.tolist(), calibre.tolist(), 0.18)
     along = torch.arange(len(beads))
-    haustra = 1 + 0.14 * torch.sin(along * 1.25) + 0.1 * torch.sin(along * 0.31 + 1)
+    haustra = 1 + abdomen.folds * torch.sin(along * 1.25) + 0.1 * torch.sin(along * 0.31 + 1)
     return Beads(beads.centres, beads.radii * haustra)
 
 

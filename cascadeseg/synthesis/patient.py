@@ -95,7 +95,7 @@ class Chest:
 
 @dataclass(frozen=True)
 class Abdomen:
-    """Bowel, stomach and solid organs."""
+    """Bowel, stomach and solid organs; their gas in HU above the air outside, and how soft its edge is (mm)."""
 
     liver: float
     spleen: float
@@ -108,6 +108,10 @@ class Abdomen:
     loops: int
     loop_gas: float
     seed: int
+    gas_hu: float
+    gas_edge: float
+    bubbles: float
+    folds: float
 
 
 @dataclass(frozen=True)
@@ -306,13 +310,17 @@ def _draw_abdomen(d: Draw, config: SynthesisConfig) -> Abdomen:
         spleen=d.lognormal(1, 0.2, 0.6, 2.2),
         stomach=d.uniform(0.6, 1.35),
         stomach_gas=d.uniform(0.1, 0.95) if d.chance(0.85 * gas) else 0.0,
-        colon=d.uniform(28, 44) if d.chance(0.15 * gas) else d.lognormal(20, 0.35, 11, 42),
+        colon=d.uniform(26, 44) if d.chance(0.1 * gas) else d.lognormal(17, 0.35, 9, 40),
         colon_gas=d.uniform(0, 1) * min(gas, 1.0),
         flexure_height=d.uniform(0, 1) if d.chance(0.65) else -0.6,
         chilaiditi=d.chance(0.1 * gas),
-        loops=d.integer(6, 26),
-        loop_gas=d.uniform(0, 0.7) * min(gas, 1.0),
+        loops=d.integer(8, 34),
+        loop_gas=0.7 * d.uniform(0, 1) ** 2 * min(gas, 1.0),
         seed=d.seed(),
+        gas_hu=d.about(10, 45, config.randomisation.intensity),
+        gas_edge=d.uniform(0.5, 4.5),
+        bubbles=d.uniform(0.6, 1.6),
+        folds=d.uniform(0.1, 0.3),
     )
 
 
@@ -342,7 +350,7 @@ def _draw_hounsfield(d: Draw, torso: Torso, config: SynthesisConfig) -> Hounsfie
         spleen=liver + d.normal(2, 8 * r) + (d.uniform(0, 50) if contrast else 0),
         kidney=d.normal(34, 5 * r) + (d.uniform(60, 150) if contrast else 0),
         stomach=d.uniform(100, 400) if d.chance(0.2 * r) else d.about(5, 45, r),
-        stool=d.about(-350, 20, r),
+        stool=d.about(-95, 45, r),
         trabecular=d.about(90, 260, r),
         cortical=d.about(350, 900, r),
         disc=d.normal(85, 15 * r),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cascadeseg.synthesis import anatomy
-from cascadeseg.synthesis.fields import Beads, ellipsoid, normalised, smooth_max, smooth_min, splat, strand
+from cascadeseg.synthesis.fields import Beads, Slices, ellipsoid, normalised, smooth_max, smooth_min, splat, strand
 from cascadeseg.synthesis.scene import Scene
 from cascadeseg.synthesis.tissue import Tissue
 
@@ -307,8 +307,16 @@ def _paint_hollow(scene: Scene, shape: Tensor, gas: float, middle_y: float, reac
     ox, oy, _ = scene.patient.torso.offset
     level = ((1 - 1.7 * gas) * reach * 0.6 + middle_y * uy) * scene.scale
     surface = level - ((x - ox) * ux + (y - oy) * uy) + 0 * z
-    air = torch.minimum(scene.filled(scene.up(lumen, part)), scene.filled(scene.up(surface, part)))
-    scene.paint(part, air, hu.lumen, Tissue.GAS)
+    inside = scene.filled(scene.up(lumen, part), scene.patient.abdomen.gas_edge)
+    _paint_gas(scene, part, torch.minimum(inside, scene.filled(scene.up(surface, part))))
+
+
+def _paint_gas(scene: Scene, part: Slices, weight: Tensor) -> None:
+    """Gas of stomach or bowel: not quite air and uneven, as scatter and motion leave it in scans."""
+    patient = scene.patient
+    level = patient.hounsfield.air + patient.abdomen.gas_hu
+    grain = scene.noise(patient.abdomen.seed + 9, 4.0, part).mul_(10).add_(level)
+    scene.paint(part, weight, grain, Tissue.GAS)
 
 
 def _paint_bowel(scene: Scene, colon: Tensor) -> None:
@@ -319,27 +327,32 @@ def _paint_bowel(scene: Scene, colon: Tensor) -> None:
     scene.shape(scene.coarse_splat(fluid), 25.0, Tissue.BOWEL, 15.0)
     loops = scene.coarse_splat(gas)
     scene.shape(loops - 2, hu.muscle - 10, Tissue.BOWEL)
-    scene.shape(loops, hu.lumen, Tissue.GAS)
+    part = scene.near(loops, 2.0)
+    if part is not None:
+        _paint_gas(scene, part, scene.filled(scene.up(loops, part), abdomen.gas_edge))
     part = scene.near(colon, 2.0)
     if part is None:
         return
     distance = scene.up(colon, part)
     scene.paint(part, scene.filled(distance - 2), hu.muscle - 10, Tissue.BOWEL)
-    lumen = scene.filled(distance)
-    stool = scene.noise(abdomen.seed, 5.0, part)
-    stool.mul_(140).add_(hu.stool)
-    # Bubbles in it.
-    stool.add_((scene.noise(abdomen.seed + 6, 2.8, part) - 0.9).clamp_(min=0), alpha=-350).clamp_(-950, 220)
-    scene.paint(part, lumen, stool, Tissue.BOWEL)
+    stool = scene.noise(abdomen.seed, 5.0, part).mul_(25).add_(hu.stool)
+    bubbles = (scene.noise(abdomen.seed + 6, 2.8, part) - abdomen.bubbles).clamp_(min=0)
+    stool.add_(bubbles, alpha=-500).clamp_(-950, 220)
+    scene.paint(part, scene.filled(distance.clone()), stool, Tissue.BOWEL)
     if not abdomen.colon_gas:
         return
     ux, uy = patient.scanner.up
     x, y, _ = scene.coarse.points(scene.device)
     ox, oy, _ = patient.torso.offset
+    # It gathers in what lies highest.
     rise = ((x - ox) * ux + (y - oy) * uy) / (45 * scene.scale)
-    where = (1.6 - 3.4 * abdomen.colon_gas - 0.5 * rise) - scene.coarse_noise(abdomen.seed + 5, 32.0)
-    air = scene.filled(scene.up(where * 14, part))
-    scene.paint(part, air.mul_(lumen), hu.lumen, Tissue.GAS)
+    where = (1.9 - 3.4 * abdomen.colon_gas - 1.2 * rise) - scene.coarse_noise(abdomen.seed + 5, 32.0)
+    air = scene.filled(scene.up(where * 14, part), abdomen.gas_edge)
+    air.mul_(scene.filled(distance, abdomen.gas_edge))
+    # Folds of its wall stand in the gas: thin sheets, here and there.
+    fold = scene.noise(abdomen.seed + 10, 18.0, part).abs_().mul_(18.0).sub_(1.3)
+    fold = scene.filled(fold).mul_(scene.noise(abdomen.seed + 11, 14.0, part).mul_(3).add_(0.8).clamp_(0, 1))
+    _paint_gas(scene, part, air.mul_(fold.neg_().add_(1)))
 
 
 def paint_mediastinum(scene: Scene) -> None:

@@ -80,9 +80,12 @@ class Scene:
         """A coarse field at the voxels of a box."""
         return upsample(field, self.coarse, self.axes[part])
 
-    def filled(self, distance: Tensor) -> Tensor:
-        """Which part of each voxel lies inside, from its signed distance (which is used up)."""
-        return distance.mul_(-1 / self.voxel_mm).add_(0.5).clamp_(0, 1)
+    def filled(self, distance: Tensor, soft_mm: float = 0.0) -> Tensor:
+        """Which part of each voxel lies inside, from its signed distance (which is used up).
+
+        An edge that moved while the scan was taken is ``soft_mm`` wider than a voxel.
+        """
+        return distance.mul_(-1 / (self.voxel_mm + soft_mm)).add_(0.5).clamp_(0, 1)
 
     def noise(self, seed: int, spacing_mm: float, part: Slices) -> Tensor:
         """A random field of unit variance at the voxels of a box, features about ``spacing_mm`` wide."""
