@@ -256,7 +256,21 @@ def paint_cavities(scene: Scene, shapes: Shapes) -> None:
     _paint_beside_spine(scene, shell)
     scene.shape(torch.maximum(shell, shapes.below), hu.muscle, Tissue.DIAPHRAGM)
     belly = normalised(anatomy.abdominal_cavity(scene.body, scene.patient))
-    scene.shape(torch.maximum(belly, shapes.below + 3.2), hu.deep_fat, Tissue.ABDOMEN, 9.0)
+    belly = torch.maximum(belly, shapes.below + 3.2)
+    scene.shape(belly, hu.deep_fat, Tissue.ABDOMEN, 9.0)
+    _paint_mesentery(scene, belly + 4)
+
+
+def _paint_mesentery(scene: Scene, belly: Tensor) -> None:
+    """Vessels through the fat of the belly: lines along which two random fields are both zero."""
+    patient = scene.patient
+    part = scene.near(belly)
+    if part is None:
+        return
+    seed, wide = patient.abdomen.seed, 13.0
+    line = scene.noise(seed + 12, wide, part).square_().add_(scene.noise(seed + 13, wide, part).square_()).sqrt_()
+    weight = torch.minimum(scene.filled(line.mul_(wide).sub_(2.4)), scene.filled(scene.up(belly, part)))
+    scene.paint(part, weight, patient.hounsfield.venous_blood, Tissue.ABDOMEN)
 
 
 def _paint_beside_spine(scene: Scene, shell: Tensor) -> None:

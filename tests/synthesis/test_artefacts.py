@@ -196,6 +196,19 @@ def test_a_stomach_in_the_chest_is_gas_that_is_no_lung() -> None:
     assert not bool((gas & (phantom.labels[:, :, high:] > 0)).any())
 
 
+def test_gas_of_the_bowel_has_its_own_hu_and_a_soft_edge() -> None:
+    patient, shares = quiet(), []
+    for edge in (0.0, 9.0):
+        abdomen = replace(patient.abdomen, flexure_height=1.0, colon=40.0, colon_gas=1.0, gas_hu=40.0, gas_edge=edge)
+        phantom = render(replace(patient, abdomen=abdomen), chest_of(patient, spacing=3.0))
+        gas = phantom.tissues == int(Tissue.GAS)
+        inner = -torch.nn.functional.max_pool3d(-gas[None].float(), 7, 1, 3)[0] > 0
+        above = phantom.hu[inner].float().median() - patient.hounsfield.air
+        assert above == pytest.approx(40, abs=6)
+        shares.append(float((phantom.hu[gas] > -900).float().mean()))
+    assert shares[1] > 1.5 * shares[0]
+
+
 def test_the_colon_reaches_the_left_dome_and_lungs_reach_below_the_domes() -> None:
     patient = quiet()
     patient = replace(patient, abdomen=replace(patient.abdomen, flexure_height=1.0, colon_gas=1.0))
