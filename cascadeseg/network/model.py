@@ -26,6 +26,10 @@ from cascadeseg.labels import BACKGROUND, LUNGS
 from cascadeseg.network.unet import UNet, UNetConfig
 
 FORMAT = 1
+KEYS = {"name": str, "version": str, "sha256": str, "labels": dict, "stages": dict}
+"""What every description has beside its format."""
+LABELS = {"background": BACKGROUND} | {label.name: label.value for label in LUNGS}
+COPY_AGAIN = "install or copy the model again"
 
 
 @dataclass(frozen=True)
@@ -77,9 +81,17 @@ class Stage:
     weights: Mapping[str, Tensor]
 
     def network(self) -> UNet:
-        """A new network with these weights."""
+        """A new network with these weights.
+
+        Raises:
+            ModelError: they are another network's.
+        """
         unet = UNet(self.unet)
-        unet.load_state_dict({name: tensor.float() for name, tensor in self.weights.items()})
+        try:
+            unet.load_state_dict({name: tensor.float() for name, tensor in self.weights.items()})
+        except RuntimeError as error:  # which names them all, a line each
+            found = "a network that its weights do not fit"
+            raise ModelError("model.json", found, "the one that was written with them", COPY_AGAIN) from error
         return unet
 
 
@@ -130,7 +142,7 @@ def save_model(model: Model, folder: Path, *, half: bool = True) -> None:
         "name": model.name,
         "version": model.version,
         "sha256": hashlib.sha256(weights).hexdigest(),
-        "labels": {"background": BACKGROUND} | {label.name: label.value for label in LUNGS},
+        "labels": LABELS,
         "stages": {name: {"view": asdict(stage.view), "unet": asdict(stage.unet)} for name, stage in stages.items()},
         "notes": dict(model.notes),
     }
@@ -142,7 +154,8 @@ def load_model(folder: str | Path | None = None) -> Model:
     """Reads a model folder, or the shipped model.
 
     Raises:
-        ModelError: a file is missing or damaged, or the weights are not those that the description names.
+        ModelError: a file is missing or damaged, the weights are not those that the description names, or its
+            labels are not ours.
     """
     folder = shipped_model() if folder is None else Path(folder)
     description = _description(folder)
@@ -156,14 +169,15 @@ def load_model(folder: str | Path | None = None) -> Model:
             folder / "model.safetensors",
             f"SHA-256 {sha256[:12]}...",
             f"{description['sha256'][:12]}... as model.json says",
-            "the file is damaged or was exchanged: install or copy the model again",
+            f"the file is damaged or was exchanged: {COPY_AGAIN}",
         )
     try:
         tensors = load_tensors(weights)
         stages = {name: _stage(name, entry, tensors) for name, entry in description["stages"].items()}
         locator = stages["locator"]
-    except (KeyError, TypeError, ValueError, SafetensorError) as error:
-        raise ModelError(folder, f"a model description that does not hold together ({error})") from error
+    except (AttributeError, KeyError, TypeError, ValueError, SafetensorError) as error:
+        found = f"a model description that does not hold together ({error})"
+        raise ModelError(folder, found, "the model.json that was written with its weights", COPY_AGAIN) from error
     return Model(
         locator=locator,
         refiner=stages.get("refiner"),
@@ -185,6 +199,12 @@ def _description(folder: Path) -> dict[str, Any]:
         raise ModelError(folder, found, "a model folder", "name the `model` folder that training wrote") from error
     except (ValueError, KeyError, TypeError) as error:
         raise ModelError(path, f"not a model description ({error})", "the JSON that training wrote") from error
+    lacking = [key for key, kind in KEYS.items() if not isinstance(description.get(key), kind)]
+    if lacking:
+        raise ModelError(path, f"no {', '.join(lacking)} that can be read", "the JSON that training wrote", COPY_AGAIN)
+    if description["labels"] != LABELS:
+        found = f"a model of the labels {json.dumps(description['labels'])}"
+        raise ModelError(path, found, json.dumps(LABELS), "train both stages anew on these")
     return description
 
 
@@ -193,7 +213,10 @@ def _stage(name: str, entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -
     unet["widths"] = tuple(unet["widths"])
     prefix = f"{name}."
     weights = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
-    return Stage(View(**entry["view"]), UNetConfig(**unet), weights)
+    stage = Stage(View(**entry["view"]), UNetConfig(**unet), weights)
+    if stage.view.channels != stage.unet.in_channels:
+        raise ValueError(f"the {name} sees {stage.view.channels} channels and takes {stage.unet.in_channels}")
+    return stage
 
 
 def stage_of(view: View, network: UNet) -> Stage:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from typing import NoReturn
 
@@ -211,7 +212,7 @@ def test_cuda_agrees_with_the_cpu():
 def model() -> Model:
     return Model(
         stage_of(View(2.0), trained(replace(SMALL, in_channels=1))),
-        stage_of(View(1.0), trained(SMALL)),
+        stage_of(View(1.0, prior=True), trained(SMALL)),
         "toy",
         "3",
     )
@@ -243,6 +244,35 @@ def test_what_is_no_model_is_refused_in_one_line(tmp_path):
     (tmp_path / "model.json").write_text("{")
     with pytest.raises(ModelError, match="not a model description"):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "words"),
+    [
+        (["sha256"], None, r"model\.json: no sha256 that can be read; expected the JSON .*; install or copy"),
+        (["version"], 3, r"model\.json: no version that can be read"),
+        (["stages"], [], r"model\.json: no stages that can be read"),
+        (["labels"], None, r"model\.json: no labels that can be read"),
+        (["labels", "lung_left"], 1, r'model\.json: a model of the labels .*"lung_left": 1}; expected .*: 2}; train'),
+        (["stages", "refiner", "unet", "block"], None, "weights do not fit; expected the one .*; install"),
+        (["stages", "refiner", "unet", "widths"], [4, 8, 24], r"model\.json: a network that its weights do not fit"),
+        (["stages", "refiner", "view", "prior"], None, "the refiner sees 1 channels and takes 2"),
+        (["stages", "locator"], 1, r"does not hold together \(.*\); expected the model\.json that was written"),
+    ],
+)
+def test_a_description_that_lacks_or_changes_something_is_refused_in_one_line(tmp_path, keys, value, words):
+    save_model(model(), tmp_path)
+    description = table = json.loads((tmp_path / "model.json").read_text())
+    for key in keys[:-1]:
+        table = table[key]
+    if value is None:
+        del table[keys[-1]]
+    else:
+        table[keys[-1]] = value
+    (tmp_path / "model.json").write_text(json.dumps(description))
+    with pytest.raises(ModelError, match=words) as refused:
+        load_model(tmp_path).refiner.network()
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
