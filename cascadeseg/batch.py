@@ -70,18 +70,13 @@ class Loader:
         if self.loaded is None:
             from cascadeseg.cascade.pipeline import Segmenter
 
-            segmenter = Segmenter(
+            self.loaded = Segmenter(
                 self.model,
                 device=self.device,
                 engine=self.engine,
                 max_memory_gb=self.max_memory_gb,
                 max_vram_gb=self.max_vram_gb,
             )
-            if self.max_vram_gb is not None and segmenter.device.type != "cuda":
-                found = f"a limit for a GPU, on {segmenter.device}"
-                remedy = "leave it out; --max-memory limits the whole program"
-                raise DeviceError("--max-vram", found, "a cuda device", remedy)
-            self.loaded = segmenter
         return self.loaded
 
 

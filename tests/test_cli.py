@@ -26,7 +26,7 @@ from PIL import Image
 import cascadeseg
 from cascadeseg import batch, cli
 from cascadeseg.cascade import pipeline
-from cascadeseg.cascade.pipeline import LungResult, Segmentation
+from cascadeseg.cascade.pipeline import LungResult, Segmentation, Segmenter
 from cascadeseg.errors import DeviceError, ModelError
 from cascadeseg.formats import Scan, read_labels
 from cascadeseg.geometry import Grid, canonical_view
@@ -623,10 +623,15 @@ def test_mistakes_in_the_call_are_one_line(tmp_path: Path, refused: Refused) -> 
         refused(["infer", option, "."], f"{option} .: ", f"; give the scans before {option}")
 
 
-def test_a_limit_of_the_gpu_is_refused_where_none_is_used(tmp_path: Path, refused: Refused) -> None:
+def test_a_limit_of_the_gpu_is_refused_where_none_is_used(
+    tmp_path: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scans = [make_scan(tmp_path / f"{name}.nii.gz") for name in "ab"]
-    refused(["infer", *scans, "--max-vram", "0.1"], "--max-vram: a limit for a GPU, on cpu; expected a cuda device")
-    assert run("infer", *scans, "--max-vram", "1", "--device", "cuda") == 0
+    assert run("infer", *scans, "--max-vram", "1", "--device", "cuda", "-o", "masks") == 0
+    refused.capsys.readouterr()
+    monkeypatch.setattr(pipeline, "Segmenter", Segmenter)
+    words = "--max-vram: a limit for a GPU, on cpu; expected a cuda device"
+    refused(["infer", *scans, "--max-vram", "0.1", "--device", "cpu"], words)
 
 
 def nifti(path: str, array: Any, change: Callable[[Any], None] = lambda header: None) -> None:

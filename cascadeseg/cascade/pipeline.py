@@ -29,7 +29,7 @@ from cascadeseg.cascade.merge import Labels, box_on, merge
 from cascadeseg.cascade.plan import Plan, plan
 from cascadeseg.cascade.refine import Refined, refine
 from cascadeseg.cascade.windowed import restored
-from cascadeseg.errors import ModelError, ScanError
+from cascadeseg.errors import DeviceError, ModelError, ScanError
 from cascadeseg.formats import read_scan, scan_of
 from cascadeseg.formats.scan import Before, Scan
 from cascadeseg.geometry import Box, Grid, canonical_view
@@ -150,9 +150,13 @@ class Segmenter:
 
         Raises:
             ModelError: the model cannot be read, or has no second stage.
-            DeviceError: there is no such device, or no such engine on it.
+            DeviceError: there is no such device, no such engine or precision on it, or no GPU whose memory to limit.
         """
         self.device = find_device(device)
+        if max_vram_gb is not None and self.device.type != "cuda":
+            found = f"a limit for a GPU, on {self.device}"
+            remedy = "leave it out; --max-memory limits the whole program"
+            raise DeviceError("--max-vram", found, "a cuda device", remedy)
         self.model = model if isinstance(model, Model) else load_model(model)
         if self.model.refiner is None:
             raise ModelError(

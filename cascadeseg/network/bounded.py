@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from importlib.util import find_spec
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -64,8 +64,12 @@ def open_engine(stage: Stage, device: torch.device, precision: Precision = "auto
     (docs/performance.md).
 
     Raises:
-        DeviceError: OpenVINO was asked for by name, and is not there or not for this device.
+        DeviceError: OpenVINO was asked for by name, and is not there or not for this device; or there is no engine or
+            precision of that name.
     """
+    for option, name, known in (("--engine", kind, ENGINES), ("precision", precision, get_args(Precision))):
+        if name not in known:
+            raise DeviceError(option, str(name), f"one of {', '.join(known)}")
     if kind == "openvino" and device.type != "cpu":
         raise DeviceError("--engine", f"openvino on {device}", "--device cpu, or --engine torch")
     if kind != "openvino":

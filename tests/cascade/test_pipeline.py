@@ -9,7 +9,7 @@ import torch
 
 from cascadeseg.cascade.locate import coarse_grid
 from cascadeseg.cascade.pipeline import Segmenter
-from cascadeseg.errors import ModelError, ScanError
+from cascadeseg.errors import DeviceError, ModelError, ScanError
 from cascadeseg.geometry import Box, Grid, canonical_view
 from cascadeseg.labels import LUNGS
 from cascadeseg.network.model import Stage, View
@@ -181,6 +181,19 @@ def test_an_array_with_its_affine_is_a_scan():
 def test_a_model_without_second_stage_is_refused():
     with pytest.raises(ModelError, match="a locator without a refiner; expected both stages; train the second"):
         Segmenter(replace(tiny_model(), refiner=None))
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("precision", "float16", "precision: float16; expected one of auto, fp32, bf16, fp16"),
+        ("engine", "onnx", "--engine: onnx; expected one of auto, torch, openvino"),
+        ("max_vram_gb", 1.0, "--max-vram: a limit for a GPU, on cpu; expected a cuda device; leave it out; --max-"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(option, value, words):
+    with pytest.raises(DeviceError, match=words):
+        Segmenter(tiny_model(), device="cpu", **{option: value})
 
 
 def test_the_toy_lungs_lie_on_their_sides():

@@ -45,7 +45,8 @@ def test_a_windowed_scan_needs_room_for_a_copy():
 
 def on_a_gpu(max_vram_gb: float | None) -> Segmenter:
     """As a plan sees it, which never touches the device."""
-    segmenter = Segmenter(device="cpu", precision="bf16", engine="torch", max_vram_gb=max_vram_gb)
+    segmenter = Segmenter(device="cpu", precision="bf16", engine="torch")
+    segmenter.max_vram_gb = max_vram_gb
     for engine in (segmenter.locator, segmenter.refiner):
         engine.device = torch.device("cuda")
     return segmenter
