@@ -6,7 +6,7 @@ reads every encoding of both formats (pynrrd was weighed: it reads one of them).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,18 @@ from cascadeseg.geometry import Affine, Grid
 
 IMAGE_IO = {".mha": "MetaImageIO", ".mhd": "MetaImageIO", ".nrrd": "NrrdImageIO", ".nhdr": "NrrdImageIO"}
 DETACHED = (".mhd", ".nhdr")
+VOXEL_TYPES = {
+    SimpleITK.sitkInt8: "i1",
+    SimpleITK.sitkUInt8: "u1",
+    SimpleITK.sitkInt16: "i2",
+    SimpleITK.sitkUInt16: "u2",
+    SimpleITK.sitkInt32: "i4",
+    SimpleITK.sitkUInt32: "u4",
+    SimpleITK.sitkInt64: "i8",
+    SimpleITK.sitkUInt64: "u8",
+    SimpleITK.sitkFloat32: "f4",
+    SimpleITK.sitkFloat64: "f8",
+}
 COMPRESSION_LEVEL = 2  # a mask is as small as with 9, in a quarter of the time
 
 
@@ -69,7 +81,7 @@ def read_itk(path: Path, suffix: str, volume: int | None = None, before: Before 
     """
     SimpleITK.ProcessObject.SetGlobalWarningDisplay(False)  # what matters of them is told by our own checks
     is_metaimage = IMAGE_IO[suffix] == "MetaImageIO"
-    odd = (metaimage if is_metaimage else nrrd).checked_header(path)
+    data, odd = metaimage.checked_header(path) if is_metaimage else (None, nrrd.checked_header(path))
     reader = SimpleITK.ImageFileReader()
     reader.SetImageIO(IMAGE_IO[suffix])
     try:
@@ -79,16 +91,21 @@ def read_itk(path: Path, suffix: str, volume: int | None = None, before: Before 
         checked_spacing(reader.GetSpacing()[:3], path)
         held = None if suffix in DETACHED else path.stat().st_size * DEFLATE_LIMIT
         _check_kind(reader.GetNumberOfComponents(), path)
-        item_bytes = _item_bytes(reader.GetPixelID())
-        refuse_oversized(path, shape, item_bytes, held)
-        grid, _ = checked_grid(shape, ItkGeometry.of_image(reader).affine, path)
-        before(Scan(hollow(shape, np.dtype(f"i{item_bytes}")), grid, source=str(path)))
+        kind, geometry = reader.GetPixelID(), ItkGeometry.of_image(reader)
+        dtype = np.dtype(VOXEL_TYPES.get(kind, "f8"))
+        refuse_oversized(path, shape, dtype.itemsize, held)
+        grid, warnings = checked_grid(shape, geometry.affine, path)
+        outline = Scan(hollow(shape, dtype), grid, source=str(path), native=geometry, warnings=(*warnings, *odd))
+        before(outline)
+        if data and data.unpacked is not None:
+            if kind not in VOXEL_TYPES:
+                found = f"compressed data of type {SimpleITK.GetPixelIDValueAsString(kind)}"
+                raise ScanError(path, found, "one number per voxel, in HU")
+            return replace(outline, voxels=metaimage.unpacked_volume(path, data, shape, dtype, index))
         if reader.GetDimension() > 3:
             rest = reader.GetSize()[3:]
             reader.SetExtractSize([*shape, *[0] * len(rest)])
             reader.SetExtractIndex([0, 0, 0, *map(int, np.unravel_index(index, rest, order="F"))])
-        if is_metaimage:
-            metaimage.check_packing(path)
         image = reader.Execute()
     except RuntimeError as problem:
         raise ScanError(path, f"not a readable {suffix[1:]} file ({_reason(problem)})") from problem
@@ -170,19 +187,6 @@ def _check_kind(components: int, where: object) -> None:
     if components != 1:
         found = f"{components} numbers per voxel (a colour, complex or vector image)"
         raise ScanError(where, found, "one number per voxel, in HU")
-
-
-def _item_bytes(pixel_id: int) -> int:
-    sizes = {
-        SimpleITK.sitkInt8: 1,
-        SimpleITK.sitkUInt8: 1,
-        SimpleITK.sitkInt16: 2,
-        SimpleITK.sitkUInt16: 2,
-        SimpleITK.sitkInt32: 4,
-        SimpleITK.sitkUInt32: 4,
-        SimpleITK.sitkFloat32: 4,
-    }
-    return sizes.get(pixel_id, 8)
 
 
 def _reason(problem: RuntimeError) -> str:

@@ -1,17 +1,21 @@
-"""A MetaImage (``.mha``, ``.mhd``) looked at before ITK reads it: its text header, its data files, their packing.
+"""A MetaImage (``.mha``, ``.mhd``) looked at before ITK reads it: its text header, its data files; and its packed data.
 
 ITK reads MetaImages well, but meets a damaged header with several lines on the terminal and an error without a
 reason, and a missing spacing with silence. Of damaged compressed data, and of slices that no file is named for, it
-gives back whatever lay in memory.
+gives back whatever lay in memory: compressed data are unpacked here.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from isal import isal_zlib
 
 from cascadeseg.errors import ScanError
@@ -28,7 +32,7 @@ COPY_AGAIN = "copy or download it again"
 
 
 @dataclass(frozen=True)
-class _Data:
+class Data:
     """Where the voxels lie: in one file, or in several that hold equal shares.
 
     Attributes:
@@ -36,16 +40,18 @@ class _Data:
         start: where the voxels begin in each file.
         stored: the bytes that each file has to hold from there; 0 if the header does not say.
         unpacked: of compressed data the bytes that come out of each file; None of others.
+        big_endian: the order of a voxel's bytes.
     """
 
     files: list[Path]
     start: int
     stored: int
     unpacked: int | None
+    big_endian: bool
 
 
-def checked_header(path: Path) -> tuple[str, ...]:
-    """What is odd about a MetaImage's header.
+def checked_header(path: Path) -> tuple[Data, tuple[str, ...]]:
+    """Where a MetaImage's header says that its voxels are, and what is odd about it.
 
     Raises:
         ScanError: it is no MetaImage, or the data that it promises are not all there.
@@ -62,44 +68,62 @@ def checked_header(path: Path) -> tuple[str, ...]:
     refuse_other_units([fields.get("DistanceUnits", "")], path)
     placed = {"TransformMatrix", "Orientation", "Rotation"} & set(fields)
     spaced = {"ElementSpacing", "ElementSize"} & set(fields)
-    return (*(() if placed else (NO_PLACE,)), *(() if spaced else (NO_SPACING,)))
+    return data, (*(() if placed else (NO_PLACE,)), *(() if spaced else (NO_SPACING,)))
 
 
-def check_packing(path: Path) -> None:
-    """Unpacks compressed data once, a piece at a time, and keeps nothing of them.
+def unpacked_volume(
+    path: Path, data: Data, shape: tuple[int, int, int], dtype: np.dtype[Any], volume: int
+) -> npt.NDArray[Any]:
+    """A volume of compressed data, unpacked a piece at a time; those of other volumes are looked at as well.
+
+    Args:
+        path: the header's file, for messages.
+        data: as `checked_header` gives it.
+        shape: (X, Y, Z) of a volume.
+        dtype: of its voxels, in native byte order.
+        volume: which one, from 0.
+
+    Returns:
+        (X, Y, Z) voxels.
 
     Raises:
-        ScanError: they are damaged, or not as many as the header promises.
+        ScanError: the data are damaged, or not as many as the header promises.
     """
-    fields, end = _fields(path)
-    data = _data(path, fields, end)
-    if data.unpacked is None:
-        return
-    for file in data.files:
+    voxels: npt.NDArray[Any] = np.empty(shape, dtype, order="F")
+    wanted = voxels.reshape(-1, order="F").view(np.uint8)
+    promised = data.unpacked or 0
+    for number, file in enumerate(data.files):
         try:
-            count, whole = _unpacked(file, data.start, data.stored, data.unpacked)
+            count, whole = _unpack(file, data, wanted, number * promised - volume * len(wanted))
         except isal_zlib.error as problem:  # type: ignore[misc]
             found = f"damaged compressed data{_of(file, path)} ({problem})"
             raise ScanError(path, found, "", COPY_AGAIN) from problem
-        if not whole and count <= data.unpacked:
-            raise _cut_short(
-                path, file, f"its compressed data end after {count:,} of {data.unpacked:,} bytes of voxels"
-            )
-        if count != data.unpacked:
+        if not whole and count <= promised:
+            raise _cut_short(path, file, f"its compressed data end after {count:,} of {promised:,} bytes of voxels")
+        if count != promised:
             found = f"compressed data{_of(file, path)} of {'' if whole else 'over '}{count:,} bytes"
-            raise ScanError(path, found, f"{data.unpacked:,}, as the header says", "the file is damaged")
+            raise ScanError(path, found, f"{promised:,}, as the header says", "the file is damaged")
+    return voxels.byteswap(inplace=True) if data.big_endian == (sys.byteorder == "little") else voxels
 
 
-def _unpacked(file: Path, start: int, stored: int, wanted: int) -> tuple[int, bool]:
-    """How many bytes come out of compressed data (no more than a piece above ``wanted``), and whether to their end."""
+def _unpack(file: Path, data: Data, wanted: npt.NDArray[np.uint8], place: int) -> tuple[int, bool]:
+    """Unpacks one file's bytes into those wanted, the first at ``place``, which may be before them or behind.
+
+    Returns:
+        How many there were (no more than a piece above what the header promises), and whether that was their end.
+    """
     unpacker = isal_zlib.decompressobj(ZLIB_OR_GZIP)
-    left = stored or file.stat().st_size - start
+    left = data.stored or file.stat().st_size - data.start
     count = 0
     with file.open("rb") as stream:
-        stream.seek(start)
-        while not unpacker.eof and count <= wanted and (piece := stream.read(min(left, PACKED_BYTES))):
-            left -= len(piece)
-            count += len(unpacker.decompress(piece))
+        stream.seek(data.start)
+        while not unpacker.eof and count <= (data.unpacked or 0) and (packed := stream.read(min(left, PACKED_BYTES))):
+            left -= len(packed)
+            piece = np.frombuffer(unpacker.decompress(packed), np.uint8)
+            at = place + count
+            low, high = (min(max(n, 0), len(wanted)) for n in (at, at + len(piece)))
+            wanted[low:high] = piece[low - at : high - at]
+            count += len(piece)
     return count, unpacker.eof
 
 
@@ -121,7 +145,7 @@ def _fields(path: Path) -> tuple[dict[str, str], int]:
     return fields, end
 
 
-def _data(path: Path, fields: dict[str, str], end: int) -> _Data:
+def _data(path: Path, fields: dict[str, str], end: int) -> Data:
     """What the header says of its data."""
     local = fields["ElementDataFile"].upper() == "LOCAL"
     start = end if local else 0
@@ -145,7 +169,8 @@ def _data(path: Path, fields: dict[str, str], end: int) -> _Data:
     if local and unpacked is not None and stored == 0:  # ITK would take the header for data
         found = "compressed data without CompressedDataSize in the header"
         raise ScanError(path, found, "their number of bytes", "write the file again")
-    return _Data(files, start, stored, unpacked)
+    order = fields.get("ElementByteOrderMSB", fields.get("BinaryDataByteOrderMSB", ""))
+    return Data(files, start, stored, unpacked, big_endian=order.startswith(("T", "t", "1")))
 
 
 def _data_files(path: Path, named: str, size: list[int], end: int) -> tuple[list[Path], int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -166,6 +167,26 @@ def test_four_dimensions(tmp_path: Path, suffix: str) -> None:
     assert np.allclose(scan.grid.affine, affine_of(rotation(5, 5, 5)), atol=1e-9)
     SimpleITK.WriteImage(SimpleITK.JoinSeries(volumes[:1]), str(path))
     assert np.array_equal(read_scan(path).voxels, ct_values(seed=1))
+
+
+@pytest.mark.parametrize("field", ["BinaryDataByteOrderMSB", "ElementByteOrderMSB"])
+def test_compressed_metaimages_are_read_as_itk_reads_them_and_unpacked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str
+) -> None:
+    header = "NDims = 4\nTransformMatrix = 1 0 0 0 0 1 0 0 0 0 1 0 0 0 0 1\nElementSpacing = 0.75 0.8 2.5 1\n"
+    volumes = [ct_values(seed=seed) for seed in range(3)]
+    packed = zlib.compress(b"".join(volume.astype(">i2").tobytes(order="F") for volume in volumes))
+    header += f"DimSize = 12 14 10 3\nElementType = MET_SHORT\n{field} = True\nCompressedData = True\n"
+    header += f"CompressedDataSize = {len(packed)}\nElementDataFile = LOCAL\n"
+    path = tmp_path / "scan.mha"
+    path.write_bytes(header.encode() + packed)
+    oracle = SimpleITK.GetArrayFromImage(SimpleITK.ReadImage(str(path))).transpose(3, 2, 1, 0)
+    monkeypatch.setattr(SimpleITK.ImageFileReader, "Execute", lambda reader: pytest.fail("unpacked twice"))
+    for number, volume in enumerate(volumes):
+        scan = read_scan(path, volume=number)
+        assert scan.voxels.dtype == np.int16
+        assert np.array_equal(scan.voxels, volume)
+        assert np.array_equal(scan.voxels, oracle[..., number])
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)

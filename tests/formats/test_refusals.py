@@ -18,7 +18,7 @@ import SimpleITK
 from cascadeseg.errors import OutputError, ScanError
 from cascadeseg.formats import memory as memory_of_the_machine
 from cascadeseg.formats import read_labels, read_scan, scan_of, write_scan
-from cascadeseg.formats.metaimage import check_packing
+from cascadeseg.formats.metaimage import checked_header, unpacked_volume
 from tests.formats.test_itk import itk_image
 from tests.formats.test_nifti import saved
 from tests.formats.volumes import SHAPE, affine_of, ct_values, oblique_grid
@@ -213,6 +213,12 @@ def test_damaged_compressed_metaimages(
         words = refusal(packed_metaimage(path, other, f"CompressedDataSize = {len(other)}\n"))
         assert words.startswith(f": compressed data{named} of ")
         assert f"{length:,} bytes; expected {promised:,}, as the header says" in words or length == 1 << 23
+    packed_metaimage(path, whole, size + "ElementNumberOfChannels = 1\n")
+    path.write_bytes(path.read_bytes().replace(b"MET_SHORT", b"MET_SHORT_ARRAY"))
+    assert (
+        refusal(path)
+        == ": compressed data of type vector of 16-bit signed integer; expected one number per voxel, in HU"
+    )
     assert capfd.readouterr() == ("", "")
 
 
@@ -235,9 +241,10 @@ def test_compressed_data_are_unpacked_a_piece_at_a_time(tmp_path: Path) -> None:
     packed = zlib.compress(bytes(512 * 512 * 60 * 2))
     header += f"CompressedData = True\nCompressedDataSize = {len(packed)}\nElementDataFile = LOCAL\n"
     (tmp_path / "scan.mha").write_bytes(header.encode() + packed)
+    data, _ = checked_header(tmp_path / "scan.mha")
     tracemalloc.start()
-    check_packing(tmp_path / "scan.mha")
-    assert tracemalloc.get_traced_memory()[1] < 20e6
+    voxels = unpacked_volume(tmp_path / "scan.mha", data, (512, 512, 60), np.dtype("i2"), 0)
+    assert tracemalloc.get_traced_memory()[1] < voxels.nbytes + 20e6
     tracemalloc.stop()
 
 
