@@ -309,9 +309,9 @@ def _run_infer(options: argparse.Namespace) -> int:
 
     _check_device(options.device)
     batch.set_up_libraries()
-    found, failures = outputs.find(options.scans)
-    for failure in failures:
-        complain(str(failure))
+    found, failures, passed_over = outputs.find(options.scans)
+    for line in [*failures, *([passed_over] if passed_over else [])]:
+        complain(str(line))
     several = len(options.scans) > 1 or len(found) + len(failures) > 1
     table = _Table(Path(options.csv), options) if options.csv else None
     wishes = outputs.Wishes(
@@ -381,9 +381,9 @@ def _batch_result(failed: int, total: int, several: bool) -> int:
 def _run_check(options: argparse.Namespace) -> int:
     from cascadeseg import outputs
 
-    found, failures = outputs.find(options.scans)
-    for failure in failures:
-        complain(str(failure))
+    found, failures, passed_over = outputs.find(options.scans)
+    for line in [*failures, *([passed_over] if passed_over else [])]:
+        complain(str(line))
     failed = len(failures)
     for scan in found:
         try:

@@ -74,22 +74,29 @@ class Found:
     root: Path | None = None
 
 
-def find(arguments: Sequence[str]) -> tuple[list[Found], list[CascadesegError]]:
-    """The scans that the arguments mean, each once, and what is wrong with the other arguments."""
+def find(arguments: Sequence[str]) -> tuple[list[Found], list[CascadesegError], str]:
+    """The scans that the arguments mean, each once, what is wrong with the other arguments, and what was passed over.
+
+    This a line, empty where all was taken.
+    """
     found: dict[Path, Found] = {}
     failures: list[CascadesegError] = []
+    passed: list[Path] = []
     for argument in arguments:
         path = Path(argument)
         try:
             if not argument:  # to Path it is the current folder
                 raise ScanError("''", "an empty name", "a scan or a folder of scans", "see what the shell put in")
-            scans = find_scans(path)
+            scans = find_scans(path, passed.append)
         except CascadesegError as error:
             failures.append(error)
             continue
         for scan in scans:
             found.setdefault(scan.resolve(), Found(scan, None if scan == path else path))
-    return list(found.values()), failures
+    left = [file for file in passed if file.resolve() not in found]
+    files = "a file" if len(left) == 1 else f"{len(left)} files"
+    line = f"{files} in subfolders passed over; of scans, give the folders as well: {left[0].parent}" if left else ""
+    return list(found.values()), failures, line
 
 
 def plan(scans: Sequence[Found], wishes: Wishes, *, several: bool) -> list[Job]:

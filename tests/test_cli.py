@@ -396,6 +396,26 @@ def test_masks_in_the_folder_are_no_scans(tmp_path: Path) -> None:
     assert names(tmp_path / "in") == ["a.nii.gz", "a_lungs.nii.gz", "lungs.nii.gz"]
 
 
+def test_scans_in_subfolders_are_told_and_found_by_their_folders(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("top", "p1/ct", "p2/ct", "p2/ct_seg"):
+        make_scan(tmp_path / "in" / f"{name}.nii.gz")
+    assert run("infer", "in", "-o", "in/out", "--quiet") == 0
+    words = "2 files in subfolders passed over; of scans, give the folders as well: in/p1\n"
+    assert [line for line in capsys.readouterr().err.splitlines(True) if "warning" not in line] == [
+        f"cascadeseg: {words}"
+    ]
+    assert run("infer", "in", *sorted(Path("in").glob("p*/")), "-o", "in/out", "--resume") == 0
+    assert "passed over" not in capsys.readouterr().err
+    masks = ["in/out/p1/ct_lungs.nii.gz", "in/out/p2/ct_lungs.nii.gz", "in/out/top_lungs.nii.gz"]
+    assert sorted(map(str, Path().rglob("*_lungs*"))) == masks
+    assert run("infer", "in", "in/p1", "in/p2", "-o", "in/out", "--resume") == 0
+    assert "3 of 3 scans are done already" in capsys.readouterr().out
+    assert run("check", "in") == 0
+    assert words in capsys.readouterr().err
+
+
 def test_a_scan_named_twice_is_done_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     scan = make_scan(tmp_path / "in" / "a.nii.gz")
     assert run("infer", scan, tmp_path / "in", "-o", tmp_path / "out") == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from cascadeseg.errors import ScanError
@@ -14,7 +15,7 @@ GROUP_LENGTHS = (b"\2\0\0\0", b"\x08\0\0\0")
 CHARACTER_SET, IMAGE_TYPE = b"\x08\0\5\0", b"\x08\0\x08\0"
 
 
-def find_scans(path: str | Path) -> list[Path]:
+def find_scans(path: str | Path, passed_over: Callable[[Path], object] = lambda file: None) -> list[Path]:
     """The scans that a path means, sorted by name.
 
     - A file is itself, whatever its name.
@@ -23,8 +24,14 @@ def find_scans(path: str | Path) -> list[Path]:
     - Any other folder is a directory of scans: the scan files directly in it, and one scan for every DICOM study
       below it, through links too. Files whose names end as masks do (`names.MASK_ENDINGS`, so also our own
       ``_lungs``) are passed over, and so are hidden ones and a DICOMDIR.
+    - Scan files in subfolders are passed over: labels lie there as often (``labelsTr``, ``segmentations``), by whatever
+      names. Who means them gives their folders.
     - What cannot be looked into (a link to nothing, a folder without permission) is in the list as a scan, so that
       reading it says so.
+
+    Args:
+        path: a file or a folder.
+        passed_over: told each scan file in a subfolder that no mask's name has.
 
     Raises:
         ScanError: there is nothing at the path, or no scan in it, or it cannot be read.
@@ -33,24 +40,37 @@ def find_scans(path: str | Path) -> list[Path]:
     try:
         if not path.exists() and not path.is_symlink():
             raise ScanError(path, "no such file or folder")
-        return _scans_in(path) if path.is_dir() else [path]
+        return _scans_in(path, passed_over) if path.is_dir() else [path]
     except OSError as problem:  # a name that is too long, a folder that may not be searched
         raise ScanError(path, f"cannot be read ({problem.strerror})") from problem
 
 
-def _scans_in(folder: Path) -> list[Path]:
+def _scans_in(folder: Path, passed_over: Callable[[Path], object]) -> list[Path]:
     children = _children(folder)
-    files = [child for child in children if _is_file(child) and suffix_of(child) in SCAN_SUFFIXES]
-    volumes = [file for file in files if suffix_of(file) not in DICOM_SUFFIXES]
+    volumes = _volumes(children)
     scans = [file for file in volumes if not is_mask_name(file)]
     scans += [child for child in children if not child.exists() and not suffix_of(child)]  # once a patient's folder?
-    scans += _dicom_studies(folder)
+    dicom: list[tuple[Path, Path]] = []
+    deeper: list[Path] = []
+    for below, held in _folders(folder, {folder.resolve(), *folder.resolve().parents}):
+        unread = held == [below]
+        first = below if unread else next((child for child in held if _is_file(child) and _may_be_dicom(child)), None)
+        dicom += [(below, first)] if first is not None else []
+        deeper += [file for file in _volumes(held) if not is_mask_name(file)] if below != folder else []
+    scans += _studies(dicom)
     if not scans:
         found = "nothing but masks (by their names)" if volumes else "no scan in this folder"
-        deeper = any(child.is_dir() for child in children)
-        remedy = "scans in subfolders are given one by one, or as folder/*" if deeper else ""
+        remedy = f"scans in subfolders (such as {deeper[0].parent}) are given by their folders" if deeper else ""
         raise ScanError(folder, found, "NIfTI, MHA/MHD, NRRD or DICOM files", remedy)
+    for file in deeper:
+        passed_over(file)
     return sorted(scans)
+
+
+def _volumes(children: list[Path]) -> list[Path]:
+    """Those that are scan files by their names, but not DICOM; masks among them."""
+    suffixes = set(SCAN_SUFFIXES) - set(DICOM_SUFFIXES)
+    return [child for child in children if suffix_of(child) in suffixes and _is_file(child)]
 
 
 def _children(folder: Path) -> list[Path]:
@@ -65,10 +85,12 @@ def _is_file(child: Path) -> bool:
     return child.is_file() or not child.exists()
 
 
-def _dicom_studies(folder: Path) -> list[Path]:
-    """One folder a study: the deepest that holds all of it, or each of its folders where studies are mixed."""
+def _studies(folders: list[tuple[Path, Path]]) -> list[Path]:
+    """Of folders with DICOM files directly in them, and the first of these, one a study: the deepest that holds all
+    of it, or each of its folders where studies are mixed.
+    """
     studies: dict[str, list[Path]] = {}
-    for leaf, first in _dicom_folders(folder, {folder.resolve(), *folder.resolve().parents}):
+    for leaf, first in folders:
         studies.setdefault(_study_uid(first) or str(leaf), []).append(leaf)
     scans: list[Path] = []
     for leaves in studies.values():
@@ -79,22 +101,20 @@ def _dicom_studies(folder: Path) -> list[Path]:
     return scans
 
 
-def _dicom_folders(folder: Path, entered: set[Path]) -> list[tuple[Path, Path]]:
-    """Every folder, this one included, with DICOM files directly in it, and the first of them.
+def _folders(folder: Path, entered: set[Path]) -> Iterator[tuple[Path, list[Path]]]:
+    """Every folder, this one included, with what is directly in it: of one that cannot be read, nothing but itself.
 
-    Each is entered once, and none above: a link upwards would lead back. One that cannot be read is there by itself.
+    Each is entered once, and none above: a link upwards would lead back.
     """
     children = _children(folder)
-    first = next((child for child in children if _is_file(child) and _may_be_dicom(child)), None)
-    found = [(folder, first)] if first is not None else []
+    yield folder, children
     for child in children:
         if child.is_dir() and child.resolve() not in entered:
             entered.add(child.resolve())
             try:
-                found += _dicom_folders(child, entered)
+                yield from _folders(child, entered)
             except (ScanError, OSError):
-                found.append((child, child))
-    return found
+                yield child, [child]
 
 
 def _may_be_dicom(file: Path) -> bool:

@@ -31,13 +31,22 @@ def test_a_directory_of_scans_without_its_masks(tmp_path: Path) -> None:
     assert [file.name for file in find_scans(tmp_path)] == ["C.NRRD", "a.mha", "b.nii.gz", "d.zip"]
 
 
+def test_what_is_passed_over_in_subfolders_is_told(tmp_path: Path) -> None:
+    made(tmp_path, "a.nii.gz", "p1/ct.nii.gz", "p1/ct_seg.nii.gz", "p1/notes.txt", "p1/late/ct.mha", "out/a_lungs.mha")
+    (tmp_path / "p1" / "up").symlink_to(tmp_path)
+    passed: list[Path] = []
+    assert find_scans(tmp_path, passed.append) == [tmp_path / "a.nii.gz"]
+    assert passed == [tmp_path / "p1/ct.nii.gz", tmp_path / "p1/late/ct.mha"]
+    assert find_scans(tmp_path / "p1") == [tmp_path / "p1/ct.nii.gz"]
+
+
 def test_nothing_to_find(tmp_path: Path) -> None:
     with pytest.raises(ScanError, match=r"none: no such file or folder"):
         find_scans(tmp_path / "none")
     with pytest.raises(ScanError, match=r"no scan in this folder; expected NIfTI, MHA/MHD, NRRD or DICOM files$"):
         find_scans(tmp_path)
     made(tmp_path, "deeper/scan.nii.gz")
-    with pytest.raises(ScanError, match="scans in subfolders are given one by one"):
+    with pytest.raises(ScanError, match=r"scans in subfolders \(such as .*/deeper\) are given by their folders$"):
         find_scans(tmp_path)
     made(tmp_path, "a_lungs.nii.gz")
     with pytest.raises(ScanError, match="nothing but masks"):
