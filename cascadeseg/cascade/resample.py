@@ -27,6 +27,8 @@ SLAB_VOXELS = 2_000_000
 """Source voxels that are float at any one time (8 MB, which stays in a processor's cache)."""
 BAND = 32
 """Target samples computed at a time: their windows cover few of the source samples, so most zeros are left out."""
+Bands = list[tuple[Tensor, slice]]
+"""Rows of a matrix, one band after the other, each without the columns left and right that it does not use."""
 
 
 @lru_cache(maxsize=8)
@@ -80,13 +82,13 @@ def resample_volume(volume: Tensor | Callable[[Box], Tensor], source: Grid, targ
         source: their grid.
         target: the other grid.
     """
-    matrices = resampling_matrices(source, target)
-    x, y, z = (_used(w) for w in matrices)
+    wx, wy, wz = resampling_matrices(source, target)
+    x, y, z = (_used(w) for w in (wx, wy, wz))
     box = Box((x.start, y.start, z.start), (x.stop, y.stop, z.stop))
     part = volume[box.slices] if isinstance(volume, Tensor) else volume(box)
-    wx, wy, wz = (w.to(part.device) for w in matrices)
     part = part.permute(2, 1, 0).float().contiguous()
-    return _resample(part, wx[:, x], wy[:, y], wz[:, z]).permute(2, 1, 0)
+    bands_x, bands_y = _bands(wx[:, x], part.device), _bands(wy[:, y], part.device)
+    return _resample(part, bands_x, bands_y, wz[:, z].to(part.device)).permute(2, 1, 0)
 
 
 def resample_scan(scan: Scan, target: Grid, view: View, device: torch.device) -> Tensor:
@@ -105,17 +107,17 @@ def resample_scan(scan: Scan, target: Grid, view: View, device: torch.device) ->
     backwards = [axis for axis in range(3) if scan.voxels.strides[axis] < 0]
     stored = replace(scan, voxels=np.flip(scan.voxels, tuple(backwards)))
     wx, wy, wz = (
-        (w.flip(1) if axis in backwards else w).to(device)
-        for axis, w in enumerate(resampling_matrices(scan.grid, target))
+        w.flip(1) if axis in backwards else w for axis, w in enumerate(resampling_matrices(scan.grid, target))
     )
     wx = wx / view.scale_hu
     x, y = _used(wx), _used(wy)
+    bands_x, bands_y, wz_there = _bands(wx[:, x], device), _bands(wy[:, y], device), wz.to(device)
     image = torch.zeros(target.shape[::-1], device=device)
 
     def fill(rows: slice) -> None:
         z = _used(wz[rows])
         box = Box((x.start, y.start, z.start), (x.stop, y.stop, z.stop))
-        image[rows] = _resample(_windowed(stored, box, view, device), wx[:, x], wy[:, y], wz[rows, z])
+        image[rows] = _resample(_windowed(stored, box, view, device), bands_x, bands_y, wz_there[rows, z])
 
     each: Each = side_by_side if device.type == "cpu" else one_by_one
     each(fill, list(_slabs(wz, SLAB_VOXELS // max(1, (x.stop - x.start) * (y.stop - y.start)))))
@@ -154,20 +156,24 @@ def _windowed(scan: Scan, box: Box, view: View, device: torch.device) -> Tensor:
     return hu.clamp_(0, view.high_hu - view.low_hu)
 
 
-def _resample(volume: Tensor, wx: Tensor, wy: Tensor, wz: Tensor) -> Tensor:
+def _resample(volume: Tensor, bands_x: Bands, bands_y: Bands, wz: Tensor) -> Tensor:
     """(Z, Y, X) contiguous to (z, y, x): an axis after the other, first z, which leaves memory as it lies."""
     depth, height, width = volume.shape
     part = (wz @ volume.view(depth, height * width)).view(len(wz), height, width)
-    part = torch.cat([part[..., used] @ w.T for w, used in _bands(wx)], dim=2)
-    return torch.cat([w @ part[:, used] for w, used in _bands(wy)], dim=1)
+    part = torch.cat([part[..., used] @ w.T for w, used in bands_x], dim=2)
+    return torch.cat([w @ part[:, used] for w, used in bands_y], dim=1)
 
 
-def _bands(weights: Tensor) -> Iterator[tuple[Tensor, slice]]:
-    """A matrix cut into bands of rows, each with the columns it uses."""
-    for start in range(0, len(weights), BAND):
-        rows = weights[start : start + BAND]
-        used = _used(rows)
-        yield rows[:, used], used
+def _bands(weights: Tensor, device: torch.device) -> Bands:
+    """A matrix cut into bands of rows, on a device; it is not asked for their columns, as a GPU would be waited for.
+
+    Args:
+        weights: (target, source), in the processor's memory.
+        device: where the bands are to lie.
+    """
+    there = weights.to(device)
+    rows = [slice(start, start + BAND) for start in range(0, len(weights), BAND)]
+    return [(there[band, used], used) for band in rows for used in [_used(weights[band])]]
 
 
 def _slabs(weights: Tensor, thickness: int) -> Iterator[slice]:

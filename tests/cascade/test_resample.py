@@ -97,3 +97,12 @@ def test_a_window_of_soft_tissue_runs_from_its_lowest_hu_to_its_highest():
     np.testing.assert_allclose(whole.flatten(), [0, 0.874, 1.024, 1.099, 1.174, 1.624], atol=1e-6)
     np.testing.assert_allclose(tissue.flatten(), [0, 0, 0.5, 0.75, 1, 1], atol=1e-5)
     assert windows_of(whole[None], View(1.0)).shape == (1, 1, 1, 6)
+
+
+def test_no_value_is_asked_of_a_device():
+    """Which a GPU's would have to be waited for; the meta device has none."""
+    grid, meta = Grid.axis_aligned((50, 48, 40), (0.8, 0.9, 1.5)), torch.device("meta")
+    target = grid.resampled(1.1)
+    image = resample_scan(Scan(np.zeros(grid.shape, np.int16), grid), target, View(1.0), meta)
+    back = resample_volume(image, target, grid)
+    assert (image.device, image.shape, back.device, back.shape) == (meta, target.shape, meta, grid.shape)
