@@ -75,9 +75,8 @@ class Found:
 
 
 def find(arguments: Sequence[str]) -> tuple[list[Found], list[CascadesegError], str]:
-    """The scans that the arguments mean, each once, what is wrong with the other arguments, and what was passed over.
-
-    This a line, empty where all was taken.
+    """The scans that the arguments mean, each once, what is wrong with the other arguments, and a line on what was
+    passed over (empty: nothing was).
     """
     found: dict[Path, Found] = {}
     failures: list[CascadesegError] = []
@@ -94,8 +93,8 @@ def find(arguments: Sequence[str]) -> tuple[list[Found], list[CascadesegError], 
         for scan in scans:
             found.setdefault(scan.resolve(), Found(scan, None if scan == path else path))
     left = [file for file in passed if file.resolve() not in found]
-    files = "a file" if len(left) == 1 else f"{len(left)} files"
-    line = f"{files} in subfolders passed over; of scans, give the folders as well: {left[0].parent}" if left else ""
+    files = "a file in a subfolder was" if len(left) == 1 else f"{len(left)} files in subfolders were"
+    line = f"{files} passed over; if they are scans, give their folders too, such as {left[0].parent}" if left else ""
     return list(found.values()), failures, line
 
 

@@ -402,7 +402,7 @@ def test_scans_in_subfolders_are_told_and_found_by_their_folders(
     for name in ("top", "p1/ct", "p2/ct", "p2/ct_seg"):
         make_scan(tmp_path / "in" / f"{name}.nii.gz")
     assert run("infer", "in", "-o", "in/out", "--quiet") == 0
-    words = "2 files in subfolders passed over; of scans, give the folders as well: in/p1\n"
+    words = "2 files in subfolders were passed over; if they are scans, give their folders too, such as in/p1\n"
     assert [line for line in capsys.readouterr().err.splitlines(True) if "warning" not in line] == [
         f"cascadeseg: {words}"
     ]
