@@ -74,8 +74,10 @@ def cut(
         patch: largest shape.
     """
     scale = torch.exp(config.augmentation.scale * torch.randn(3, generator=random)).tolist()
-    whole = [n if p < n else _jittered(n, config, random) for n, p in zip(labels.shape, patch, strict=True)]
-    source = [max(1, min(n, round(p / s))) for n, p, s in zip(whole, patch, scale, strict=True)]
+    faces = zip(labels.shape, patch, strict=True)
+    seen = tuple(slice(0, n) if p < n else _between_moved_faces(n, config, random) for n, p in faces)
+    image, labels = image[(slice(None), *seen)], labels[seen]
+    source = [max(1, min(n, round(p / s))) for n, p, s in zip(labels.shape, patch, scale, strict=True)]
     window = _window(labels, source, config.optimisation.on_lung, random)
     shape = [max(1, min(p, round(n * s))) for p, n, s in zip(patch, source, scale, strict=True)]
     x = torch.from_numpy(np.array(image[(slice(None), *window)]))
@@ -109,12 +111,18 @@ def padded(volume: Tensor, shape: Sequence[int], value: float) -> Tensor:
     return F.pad(volume, [pad for m in reversed(missing) for pad in (0, m)], value=value)
 
 
-def _jittered(voxels: int, config: TrainingConfig, random: Generator) -> int:
-    """How much of an axis a whole crop of stage 2 shows: its faces lie anywhere within the jitter of the box."""
+def _between_moved_faces(voxels: int, config: TrainingConfig, random: Generator) -> slice:
+    """What of an axis a whole crop of stage 2 shows: each face lies anywhere within the jitter of inference's box.
+
+    A case is that box with the jitter added on every side (`cases.prepare`): a face loses nothing, and lies outside
+    inference's by the jitter, up to twice the jitter, and lies as far inside. Where the scan ended there was nothing to
+    add, and the face only moves inwards. At least half of the axis stays.
+    """
     if config.stage == 1:
-        return voxels
-    most = int(2 * config.data.box_jitter_mm / config.view.spacing_mm)
-    return max(voxels // 2, voxels - int(torch.randint(0, 2 * most + 1, (), generator=random)))
+        return slice(0, voxels)
+    most = min(int(2 * config.data.box_jitter_mm / config.view.spacing_mm), voxels // 4)
+    near, far = torch.randint(0, most + 1, (2,), generator=random).tolist()
+    return slice(near, voxels - far)
 
 
 def _window(labels: npt.NDArray[np.uint8], size: list[int], on_lung: float, random: Generator) -> tuple[slice, ...]:

@@ -48,7 +48,8 @@ class DataConfig:
         boxes: stage 2 only: crops from the locator's predictions, or from references damaged to look like its
             mistakes; ``auto`` predicts only with one locator a fold: on patients like those it was trained on a
             locator is better than it ever will be on strange ones, and the refiner would follow it to the voxel.
-        box_jitter_mm: stage 2 only: a whole-crop patch moves each face of its box by up to this much, in and out.
+        box_jitter_mm: stage 2 only: where a patch is as large as the case, each face of the box lies anywhere from this
+            much inside inference's to as much outside (where the scan ends, only inside, by up to twice as much).
         workers: processes that prepare cases ahead of training; 0: all processors but one.
         device: where workers render synthetic patients and run the locator.
         cache: folder of prepared cases, shared by runs; empty: inside the run folder.

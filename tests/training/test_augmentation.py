@@ -9,8 +9,9 @@ import torch
 
 from cascadeseg.cascade.resample import windows_of
 from cascadeseg.labels import IGNORE
-from cascadeseg.training.augmentation import cut, varied
-from cascadeseg.training.data import batch_of
+from cascadeseg.training.augmentation import _blurred, cut, varied
+from cascadeseg.training.cases import prepare
+from cascadeseg.training.data import batch_of, patients_of
 from tests.cascade.chest import chest_grid, dice, truth
 from tests.training.toy import NOTHING_RANDOM, stage1, stage2, with_data
 
@@ -137,14 +138,39 @@ def test_with_a_fixed_size_every_patch_has_one_shape(fixed):
     assert (shapes == {(48, 32, 32)}) == fixed
 
 
-def test_a_whole_crop_of_stage_2_has_faces_that_move():
-    config = with_data(stage2("none", Path("none"), patch=(64, 64, 64), on_lung=0.0), box_jitter_mm=16.0)
+def test_each_face_of_a_whole_crop_of_stage_2_lies_within_the_jitter_of_inferences_box(folder, tmp_path):
+    jitter, spacing, stride = 16, 4, 4
+    config = with_data(stage2(folder, Path("none"), patch=(96, 96, 96), on_lung=0.0), box_jitter_mm=float(jitter))
     config = replace(config, augmentation=NOTHING_RANDOM)
-    image = np.zeros((2, 56, 56, 56), np.float16)
-    labels = np.zeros((56, 56, 56), np.uint8)
-    shapes = {tuple(patch_of(image, labels, config, seed)[1].shape) for seed in range(8)}
-    assert len(shapes) > 4
-    assert all(38 <= n <= 56 for shape in shapes for n in shape)
+    (patient, *_), _ = patients_of(config, tmp_path / "split.json")
+    (case, _), (as_inferred, _) = (prepare(patient, with_data(config, box_jitter_mm=mm), None) for mm in (jitter, 0.0))
+    added = [n - m for n, m in zip(case.labels.shape, as_inferred.labels.shape, strict=True)]
+    assert max(abs(n * spacing - 2 * jitter) for n in added) < stride * spacing  # no face is where the scan ends
+    numbered = np.indices(case.labels.shape)[[0, 1]].astype(np.float16)
+    moved = []
+    for seed in range(120):
+        piece = cut(numbered, case.labels.numpy(), config, torch.Generator().manual_seed(seed), (96, 96, 96))
+        first, last = piece.image[0].min(), piece.image[0].max()
+        moved.append((jitter - spacing * int(first), jitter - spacing * int(case.labels.shape[0] - 1 - last)))
+    near, far = np.array(moved).T
+    for face in (near, far):
+        assert (face.min(), face.max()) == (-jitter, jitter)
+        assert abs(face.mean()) < 0.25 * jitter
+    assert abs(np.corrcoef(near, far)[0, 1]) < 0.3
+    half = cut(numbered[:, :6], case.labels.numpy()[:6], config, torch.Generator().manual_seed(1), (96, 96, 96))
+    assert half.labels.shape[0] >= 3
+
+
+def test_a_blur_does_not_reach_from_one_face_to_the_other():
+    image = torch.zeros(1, 16, 16, 16)
+    image[:, 0] = 1.0
+    for axis in (1, 2, 3):
+        blurred = _blurred(image.transpose(1, axis), axis, 4).transpose(1, axis)
+        assert blurred[0, 8:].abs().max() == 0
+        assert 0.4 < float(blurred[0, 0].min()) < 1
+        assert bool((blurred[0].diff(dim=0) <= 0).all())
+    flat = torch.full((1, 4, 1, 4), 0.7)
+    assert torch.allclose(_blurred(flat, 2, 3), flat)
 
 
 def test_the_opinion_on_a_thin_crop_can_be_damaged():
