@@ -150,7 +150,7 @@ class BoundedEngine:
                 run = partial(self._running, finish=finish)
                 return in_slabs(run, image, length=length, context=self.stage.unet.context)
             except (MemoryError, RuntimeError) as error:
-                if not _is_out_of_memory(error):
+                if not is_out_of_memory(error):
                     raise
                 ran_out = error.with_traceback(None)  # whose frames hold on to the tensors
             length = self._next_rung(length, image.shape[3], ran_out)
@@ -219,6 +219,7 @@ class BoundedEngine:
         self.notes.append(f"{self._running.device} ran out of memory; went on with {what}")
 
 
-def _is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error says that memory ran out, of any device."""
     said = str(error).lower()
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(words in said for words in OUT_OF_MEMORY)

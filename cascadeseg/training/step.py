@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cascadeseg.errors import ConfigError, DeviceError
+from cascadeseg.errors import CascadesegError, ConfigError, DeviceError
+from cascadeseg.network.bounded import is_out_of_memory
 from cascadeseg.training.augmentation import Cut
 from cascadeseg.training.config import OptimisationConfig, TrainingConfig
 from cascadeseg.training.data import batch_of
@@ -97,10 +98,10 @@ def _gathered(trainer: Trainer) -> tuple[Tensor, float, float, Exception | None]
             return totals, 0.0, 1.0, None
         for batch in batches:
             totals += _backward(trainer, batch, count)
-    except torch.OutOfMemoryError:
-        return totals, 1.0, 0.0, None
-    except Exception as error:  # the other processes must hear of it before it ends this one
-        return totals, 0.0, 0.0, error
+    except Exception as error:
+        if is_out_of_memory(error) and not isinstance(error, CascadesegError):  # of the step, and not of its data
+            return totals, 1.0, 0.0, None
+        return totals, 0.0, 0.0, error  # the other processes must hear of it before it ends this one
     return totals, 0.0, 0.0, None
 
 

@@ -270,12 +270,16 @@ def test_a_run_without_a_finite_loss_gives_up(recipe, tmp_path, monkeypatch):
         run(recipe(skip_at_most=2, validate_every=99), tmp_path)
 
 
-def test_a_device_out_of_memory_is_met_step_by_step(recipe, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes")],
+)
+def test_a_device_out_of_memory_is_met_step_by_step(recipe, tmp_path, monkeypatch, capsys, error):
     real = UNet.forward
 
     def hungry(self, image):
         if self.training and (image[0, 0].numel() > 32 * 32 * 16 or not self.checkpoint_blocks):
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise error
         return real(self, image)
 
     monkeypatch.setattr(UNet, "forward", hungry)
@@ -287,7 +291,7 @@ def test_a_device_out_of_memory_is_met_step_by_step(recipe, tmp_path, monkeypatc
         "checkpoint_blocks": True,
         "halvings": 1,
     }
-    monkeypatch.setattr(UNet, "forward", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA")))
+    monkeypatch.setattr(UNet, "forward", lambda *_: (_ for _ in ()).throw(error))
     with pytest.raises(DeviceError, match="out of memory even with patches of"):
         run(recipe(validate_every=99), tmp_path / "hopeless")
 
