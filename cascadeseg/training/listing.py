@@ -126,6 +126,9 @@ def _from_csv(path: Path) -> Listing:
 
 
 def _entry(folder: Path, case: Mapping[str, Any]) -> Entry:
+    for key in ("image", "label"):
+        if not case[key]:  # what a row that is too short lacks is None
+            raise ValueError(f"no {key} in the case {dict(case)}")
     image = case["image"][0] if isinstance(case["image"], list) else case["image"]
     name = stem_of(Path(image)).removesuffix("_0000")
     patient, fold = case.get("patient") or name, case.get("fold")

@@ -220,6 +220,22 @@ def test_what_is_no_data_set_is_refused_in_one_line(tmp_path, content):
         listing(Path(__file__).parent)
 
 
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [("a.nii.gz", "no label in the case {'image': 'a.nii.gz', 'label': None}"), (",b.nii.gz", "no image in the case")],
+)
+def test_a_row_without_its_label_or_image_is_told_in_one_line(tmp_path, capsys, row, words):
+    path = tmp_path / "cases.csv"
+    path.write_text(f"image,label\nc.nii.gz,d.nii.gz\n{row}\n")
+    assert main(["train", "--stage", "1", "--data", str(path), "--output", str(tmp_path / "run")]) == 2
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"cascadeseg: data.source: {path}: not a table of cases (ValueError: {words}")
+    assert said.endswith("expected a CSV of image,label[,patient,fold]")
+    (tmp_path / "list.json").write_text('{"training": [{"image": [], "label": "b.nii.gz"}]}')
+    with pytest.raises(ConfigError, match="no image in the case"):
+        listing(tmp_path / "list.json")
+
+
 def test_a_cached_case_is_what_inference_sees(folder, cache, tmp_path):
     config = stage1(folder)
     (first, *_), _ = patients_of(config, tmp_path / "split.json")
