@@ -14,7 +14,8 @@ import math
 import tomllib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +24,8 @@ from cascadeseg.errors import ConfigError
 T = TypeVar("T")
 Keys = tuple[str, ...]
 """Where a value stands: the keys of the tables around it and its own."""
+Limits = Mapping[str, tuple[Callable[[float], bool], str]]
+"""What numbers may be, in words: whether one is, and the dotted keys that it holds for, with spaces between."""
 
 NAMES = {
     bool: "true or false",
@@ -39,12 +42,14 @@ def load(source: str | Path | Mapping[str, Any], into: type[T], overrides: Seque
     Args:
         source: a TOML file, or its tables as a mapping.
         into: a dataclass; its fields may be numbers, text, `Path`, ``Literal``, tuples, ``X | None``,
-            ``dict[str, X]`` and further dataclasses. A key that is left out takes the field's default.
+            ``dict[str, X]`` and further dataclasses. A key that is left out takes the field's default. Its `Limits`,
+            if it has some as its ``LIMITS``, are held.
         overrides: ``section.key=value`` each, the value in TOML (``[64, 64]``, ``true``, ``1e-3``); what is
             no TOML value is taken as text, so ``optimizer.name=adamw`` needs no quotes. Later ones win.
 
     Raises:
-        ConfigError: the file cannot be read, a key is unknown or missing, or a value has the wrong type.
+        ConfigError: the file cannot be read, a key is unknown or missing, or a value has the wrong type or is beyond
+            its limits.
     """
     if isinstance(source, Mapping):
         tables, name = _copied(source), "config"
@@ -54,7 +59,29 @@ def load(source: str | Path | Mapping[str, Any], into: type[T], overrides: Seque
     for override in overrides:
         keys = _apply(tables, override)
         origins[keys] = f"--set {override}"
-    return typing.cast(T, _Reader(name, origins).dataclass(into, tables, ()))
+    reader = _Reader(name, origins)
+    config = typing.cast(T, reader.dataclass(into, tables, ()))
+    check_limits(config, reader.where)
+    return config
+
+
+def check_limits(config: object, where: Callable[[Keys], str] = ".".join) -> None:
+    """Refuses numbers that are not what the ``LIMITS`` of a configuration allow; of a list, each must be.
+
+    Args:
+        config: a dataclass.
+        where: what an error names for a value's keys.
+
+    Raises:
+        ConfigError: of the first such number.
+    """
+    limits: Limits = getattr(config, "LIMITS", {})
+    for expected, (allowed, dotted) in limits.items():
+        for key in dotted.split():
+            value = attrgetter(key)(config)
+            numbers = value if isinstance(value, tuple) else (value,)
+            if not numbers or not all(map(allowed, numbers)):
+                raise ConfigError(where(tuple(key.split("."))), _shown(value), expected)
 
 
 def dump(config: object) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import pytest
 
-from cascadeseg.config import dump, load
+from cascadeseg.config import Limits, check_limits, dump, load
 from cascadeseg.errors import ConfigError
 
 
@@ -159,3 +159,22 @@ def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
         load(tmp_path / "nothing.toml", Recipe)
     with pytest.raises(ConfigError, match="cannot be read"):
         load(tmp_path, Recipe)
+
+
+def test_limits_are_held_wherever_a_number_comes_from(tmp_path: Path) -> None:
+    @dataclass(frozen=True)
+    class Limited:
+        network: Network = field(default_factory=Network)
+        steps: int = 1
+        LIMITS: ClassVar[Limits] = {"1 or more": (lambda n: n >= 1, "steps network.widths")}
+
+    assert load({"steps": 3}, Limited) == Limited(steps=3)
+    path = tmp_path / "R"
+    path.write_text("[network]\nwidths = [8, 0]")
+    with pytest.raises(ConfigError) as caught:
+        load(path, Limited)
+    assert str(caught.value) == f"{path}: network.widths: [8, 0]; expected 1 or more"
+    with pytest.raises(ConfigError, match=r"^--set steps=0: 0; expected 1 or more$"):
+        load({"steps": 5}, Limited, ["steps=0"])
+    with pytest.raises(ConfigError, match=r"^steps: 0; expected 1 or more$"):
+        check_limits(Limited(steps=0))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
+from cascadeseg.config import Limits
 from cascadeseg.network.model import View
 from cascadeseg.network.unet import UNetConfig
+
+INFINITE = float("inf")
 
 
 @dataclass(frozen=True)
@@ -196,3 +199,29 @@ class TrainingConfig:
     data: DataConfig = field(default_factory=DataConfig)
     augmentation: AugmentationConfig = field(default_factory=AugmentationConfig)
     optimisation: OptimisationConfig = field(default_factory=OptimisationConfig)
+
+    LIMITS: ClassVar[Limits] = {
+        "1 or more": (
+            lambda n: n >= 1,
+            "unet.in_channels unet.out_channels unet.widths unet.bottleneck_ratio data.folds data.cases data.initial "
+            "data.steps_per_case optimisation.steps optimisation.patch optimisation.batch optimisation.micro_batch "
+            "optimisation.validate_every optimisation.save_every",
+        ),
+        "0 or more": (
+            lambda n: 0 <= n < INFINITE,
+            "view.prior_spacing_mm unet.blocks data.fold data.validation data.box_jitter_mm data.workers "
+            "augmentation.scale augmentation.rotation_deg augmentation.elastic_mm augmentation.gain "
+            "augmentation.offset_hu augmentation.gamma augmentation.noise_hu augmentation.thickest_mm "
+            "optimisation.warm_up optimisation.weight_decay optimisation.prefetch optimisation.skip_at_most",
+        ),
+        "above 0": (
+            lambda n: 0 < n < INFINITE,
+            "view.spacing_mm view.scale_hu view.prior_contrast optimisation.learning_rate optimisation.clip_norm",
+        ),
+        "0 to 1": (
+            lambda n: 0 <= n <= 1,
+            "augmentation.warp augmentation.mirror augmentation.blur augmentation.low_resolution augmentation.window "
+            "augmentation.prior optimisation.on_lung optimisation.fixed_norm",
+        ),
+        "0 or more and below 1": (lambda n: 0 <= n < 1, "optimisation.ema"),
+    }

@@ -33,11 +33,6 @@ from cascadeseg.training.state import Relief, State, averaged, take_weights
 from cascadeseg.training.step import Batch, Trainer, take_step
 from cascadeseg.training.validation import model_of, save_picture, surface_distances_available, validate
 
-COUNTS = {
-    "data": ("folds", "cases", "initial", "steps_per_case"),
-    "optimisation": ("steps", "micro_batch", "validate_every", "save_every"),
-}
-"""Keys of a recipe that must be at least one."""
 COMPILERS = ("g++", "clang++", "cl")
 CUTTING_THREADS = 4
 """That fetch patches for a GPU; on a CPU one is enough, and takes least from the network."""
@@ -298,13 +293,10 @@ def _check(config: TrainingConfig, output: Path, resume: bool) -> None:
 
 def _check_numbers(config: TrainingConfig) -> None:
     numbers, unet = config.optimisation, config.unet
-    for section, keys in COUNTS.items():
-        for key in keys:
-            if (value := getattr(getattr(config, section), key)) < 1:
-                raise ConfigError(f"{section}.{key}", str(value), "1 or more")
-    if not 1 <= numbers.batch <= LARGEST_BATCH:
-        raise ConfigError("optimisation.batch", str(numbers.batch), f"1 to {LARGEST_BATCH}")
-    if any(n < 1 or n % unet.stride for n in numbers.patch):
+    configs.check_limits(config)
+    if numbers.batch > LARGEST_BATCH:
+        raise ConfigError("optimisation.batch", str(numbers.batch), f"{LARGEST_BATCH} at most")
+    if any(n % unet.stride for n in numbers.patch):
         raise ConfigError("optimisation.patch", str(list(numbers.patch)), f"multiples of {unet.stride}")
     wanted = config.view.channels, 3 if config.stage == 1 else 1
     if (unet.in_channels, unet.out_channels) != wanted:

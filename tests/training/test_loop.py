@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -364,13 +364,67 @@ def test_fp16_without_cuda_is_refused(recipe, tmp_path):
     ("change", "words"),
     [
         ({"patch": (30, 32, 32)}, "optimisation.patch.*multiples of 4"),
-        ({"batch": 0}, "optimisation.batch: 0; expected 1 to 4096"),
+        ({"batch": 0}, "optimisation.batch: 0; expected 1 or more"),
+        ({"batch": 5000}, "optimisation.batch: 5000; expected 4096 at most"),
         ({"validate_every": 0}, "optimisation.validate_every: 0; expected 1 or more"),
     ],
 )
 def test_numbers_that_cannot_be_are_refused(recipe, tmp_path, change, words):
     with pytest.raises(ConfigError, match=words):
         run(recipe(**change), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("data.workers", "-1", "0 or more"),
+        ("data.box_jitter_mm", "-2.0", "0 or more"),
+        ("optimisation.prefetch", "-1", "0 or more"),
+        ("optimisation.ema", "1.0", "0 or more and below 1"),
+        ("optimisation.ema", "-0.1", "0 or more and below 1"),
+        ("optimisation.steps", "0", "1 or more"),
+        ("optimisation.patch", "[96, 96, -32]", "1 or more"),
+        ("optimisation.learning_rate", "0.0", "above 0"),
+        ("optimisation.learning_rate", "nan", "above 0"),
+        ("view.spacing_mm", "0.0", "above 0"),
+        ("view.scale_hu", "-1000.0", "above 0"),
+        ("unet.widths", "[]", "1 or more"),
+        ("augmentation.scale", "-0.1", "0 or more"),
+        ("augmentation.noise_hu", "inf", "0 or more"),
+        *((f"augmentation.{key}", "1.5", "0 to 1") for key in ("warp", "mirror", "blur", "low_resolution", "prior")),
+        ("augmentation.window", "-0.5", "0 to 1"),
+    ],
+)
+def test_a_recipe_with_a_number_that_cannot_be_is_refused_when_it_is_read(tmp_path, key, value, expected):
+    section, _, name = key.partition(".")
+    plain = (Path(__file__).parents[2] / "configs" / "stage1-smoke.toml").read_text()
+    plain = re.sub(rf"^{name} = .*\n", "", plain, flags=re.MULTILINE)
+    kept = plain if f"[{section}]" in plain else f"{plain}[{section}]"
+    path = tmp_path / "recipe.toml"
+    path.write_text(kept.replace(f"[{section}]", f"[{section}]\n{name} = {value}"))
+    for source, override, where in (
+        (path, [], f"{path}: {key}"),
+        ({"stage": 1, "view": {"spacing_mm": 4.0}, "unet": {}}, [f"{key}={value}"], f"--set {key}={value}"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            configs.load(source, TrainingConfig, override)
+        assert str(caught.value) == f"{where}: {value}; expected {expected}"
+
+
+def test_every_number_of_a_recipe_has_its_limits():
+    of_any_sign = {"low_hu", "high_hu", "tissue_low_hu", "tissue_high_hu", "seed"}
+    limited = {key for _, keys in TrainingConfig.LIMITS.values() for key in keys.split()}
+    recipe = stage1("none")
+    numbers = {
+        f"{section.name}.{key.name}"
+        for section in fields(recipe)
+        if is_dataclass(getattr(recipe, section.name))
+        for key in fields(getattr(recipe, section.name))
+        if key.type.removesuffix("]").removeprefix("tuple[").split(",")[0] in ("int", "float")
+        and key.name not in of_any_sign
+    }
+    assert limited == numbers
+    configs.check_limits(recipe)
 
 
 def test_a_network_that_does_not_fit_its_stage_is_refused(recipe, tmp_path):
@@ -447,7 +501,7 @@ def test_without_a_compiler_a_compiled_run_is_refused(recipe, tmp_path, monkeypa
 
 def test_training_goes_on_from_other_weights(recipe, tmp_path):
     first = run(recipe(), tmp_path / "first")
-    tuned = replace(recipe(steps=1, learning_rate=0.0), init=str(first))
+    tuned = replace(recipe(steps=1, learning_rate=1e-12), init=str(first))
     second = run(tuned, tmp_path / "second")
     a, b = load_model(first).locator.weights, load_model(second).locator.weights
     assert all(torch.equal(a[name], b[name]) for name in a if a[name].ndim == 5)
