@@ -91,16 +91,24 @@ class Data:
         return min(len(self.training), self.config.data.initial + joined)
 
     def cut(self, step: int, index: int, relief: Relief) -> Cut:
-        """The raw patch of a step, and the generator of its variation."""
+        """The raw patch of a step, and the generator of its variation.
+
+        Raises:
+            ConfigError: in none of the patients of the step is there anything to learn from.
+        """
         seed = self.config.optimisation.seed
         random = Generator().manual_seed((seed * 1_000_003 + step) * LARGEST_BATCH + index)
         known = self._known(step)
-        while True:
-            patient = self.training[int(torch.randint(0, known, (), generator=random))]
-            names = self.store.names(patient)
+        empty = set[int]()
+        while len(empty) < known:
+            chosen = int(torch.randint(0, known, (), generator=random))
+            names = self.store.names(self.training[chosen])
             if names:
                 name = names[int(torch.randint(0, len(names), (), generator=random))]
                 return cut(*self.store.arrays(name), self.config, random, relief.patch(self.config))
+            empty.add(chosen)
+        found = f"none of {known} patients has a lung for stage {self.config.stage} to learn from"
+        raise ConfigError("data", found, "one at least", "look at data.labels, and at the locator if it predicts boxes")
 
     def close(self) -> None:
         """Stops the workers."""
@@ -108,7 +116,10 @@ class Data:
 
 
 def patients_of(config: TrainingConfig, record: Path) -> tuple[Sequence[Patient], Sequence[Patient]]:
-    """Training and held-out patients; the split of files is written to ``record``, and read from it if it is there."""
+    """Training and held-out patients.
+
+    The split of files is written to ``record``, and read from it where there is a checkpoint beside it.
+    """
     data = config.data
     if data.source == "synthetic":
         if data.preset not in PRESETS:
@@ -131,8 +142,8 @@ def patients_of(config: TrainingConfig, record: Path) -> tuple[Sequence[Patient]
 
 
 def _kept_folds(cases: Sequence[Inspected], data: DataConfig, record: Path) -> dict[str, int]:
-    """The fold of every case by name, as it was when the run began."""
-    if record.exists():
+    """The fold of every case by name, as it was when the run began; a start that left no checkpoint began nothing."""
+    if record.exists() and (record.parent / "checkpoint.pt").exists():
         kept: dict[str, int] = json.loads(record.read_text(encoding="utf-8"))["folds"]
         if kept.keys() != {case.entry.name for case in cases}:
             raise ConfigError(record, "a split of other cases than the data set now has", "the same data as at first")
