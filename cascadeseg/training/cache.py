@@ -20,6 +20,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import asdict
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -36,6 +38,7 @@ from cascadeseg.atomic import replace_file, replace_text
 from cascadeseg.errors import ConfigError
 from cascadeseg.formats.scan import Scan
 from cascadeseg.geometry import Grid
+from cascadeseg.network.bounded import is_out_of_memory
 from cascadeseg.network.engine import Engine, find_device
 from cascadeseg.network.model import load_model
 from cascadeseg.training.cases import LabelMap, Patient, prepare
@@ -81,6 +84,8 @@ class CaseStore:
             ended, self._alive = spawn.Pipe(duplex=False)
             self._pool = ProcessPoolExecutor(workers, spawn, initializer=_be_modest, initargs=(ended,))
             for patient, kind in missing:
+                # What failed in an earlier run is tried again, and must not end processes that wait for this one.
+                _failure(self._record(patient, kind)).unlink(missing_ok=True)
                 job = self._pool.submit(_prepare_patient, config, patient, kind, self.folder)
                 self._futures[self._record(patient, kind)] = job
 
@@ -125,11 +130,16 @@ class CaseStore:
                 job = None
             except NotYet:
                 continue
+            except Exception as error:
+                if not (isinstance(error, BrokenProcessPool) or is_out_of_memory(error)):
+                    raise
+                found = f"{patient.key}: a process that prepares cases ran out of memory or was killed"
+                raise ConfigError("data.workers", found, "", "lower it (--set data.workers=1)") from error
+        failure = _failure(record)
         while not record.exists():  # another process of this run is at it
             self._stopped()
-            failure = record.with_suffix(".failed")
             if failure.exists():
-                raise ConfigError("data", failure.read_text(encoding="utf-8"))
+                raise ConfigError("data", failure.read_text(encoding="utf-8") or f"{patient.key} cannot be prepared")
             time.sleep(WAIT_S)
         described: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
         return described
@@ -199,11 +209,17 @@ def _prepare_patient(config: TrainingConfig, patient: Patient, kind: Kind, folde
         return
     try:
         about = _save_whole(config, patient, folder) if kind == "whole" else _save_cases(config, patient, folder)
+        replace_text(record, json.dumps(about))
     except Exception as error:
-        record.with_suffix(".failed").write_text(f"{patient.key}: {error}", encoding="utf-8")
+        with suppress(OSError):  # on a full disk it stays empty
+            _failure(record).write_text(f"{patient.key}: {error}", encoding="utf-8")
         raise
-    record.with_suffix(".failed").unlink(missing_ok=True)
-    replace_text(record, json.dumps(about))
+    _failure(record).unlink(missing_ok=True)
+
+
+def _failure(record: Path) -> Path:
+    """Where a worker says why there will be no such record."""
+    return record.with_suffix(".failed")
 
 
 def _save_cases(config: TrainingConfig, patient: Patient, folder: Path) -> dict[str, Any]:

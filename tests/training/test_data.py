@@ -29,9 +29,10 @@ from cascadeseg.training import cache as caching
 from cascadeseg.training.cache import CaseStore, predicts_boxes, recipe_digest
 from cascadeseg.training.cases import SyntheticPatient, imagined, labels_on, prepare
 from cascadeseg.training.config import LabelNames
-from cascadeseg.training.data import patients_of
+from cascadeseg.training.data import Data, patients_of
 from cascadeseg.training.listing import Listing, listing, sides
 from cascadeseg.training.loop import train
+from cascadeseg.training.state import Relief
 from tests.cascade.chest import Thresholder, chest_grid, dice, thresholding_segmenter, truth
 from tests.training.toy import OURS, stage1, stage2, with_data, write_case, write_dataset_json
 
@@ -94,6 +95,7 @@ def test_patients_are_never_split_and_the_split_is_kept(folder, tmp_path):
     training, held_out = patients_of(config, tmp_path / "split.json")
     both = [{patient.case.entry.patient for patient in part} for part in (training, held_out)]
     assert not both[0] & both[1]
+    (tmp_path / "checkpoint.pt").touch()
     kept = json.loads((tmp_path / "split.json").read_text())
     assert kept["folds"]["toy_0"] == kept["folds"]["toy_1"] != kept["folds"]["toy_2"]
     kept["folds"] = {name: 1 - fold for name, fold in kept["folds"].items()}
@@ -103,6 +105,18 @@ def test_patients_are_never_split_and_the_split_is_kept(folder, tmp_path):
     write_case(root, "toy_3", (6.0, 6.0, 6.0))
     with pytest.raises(ConfigError, match="a split of other cases"):
         patients_of(with_data(stage1(root), folds=2), tmp_path / "split.json")
+
+
+def test_a_split_of_a_start_that_left_no_checkpoint_is_made_anew(folder, cache, tmp_path):
+    record = tmp_path / "split.json"
+    patients_of(with_data(stage1(folder), folds=2, fold=1), record)
+    anew = with_data(stage1(folder), folds=3, fold=2, cache=cache)
+    training, held_out = patients_of(anew, record)
+    assert {patient.fold for patient in [*training, *held_out]} == {0, 1, 2}
+    assert json.loads(record.read_text())["held_out"] == 2
+    train(anew, tmp_path, device="cpu", stop_after=1, quiet=True)
+    with pytest.raises(ConfigError, match=r"another recipe .*\(data.folds was 3; data.fold was 2\)"):
+        train(with_data(anew, folds=2, fold=1), tmp_path, device="cpu", resume=True, quiet=True)
 
 
 @pytest.mark.parametrize(
@@ -317,6 +331,32 @@ def test_two_runs_may_fill_one_cache(folder, cache, tmp_path):
             np.testing.assert_array_equal(mine, expected)
         store.close()
     assert len(list(stores[0].folder.iterdir())) == 3
+
+
+def test_what_failed_in_an_earlier_run_is_tried_again(folder, tmp_path):
+    config = stage1(folder)
+    (first, *_), _ = patients_of(config, tmp_path / "split.json")
+    waiting = CaseStore(tmp_path / "cache", config, [(first, "cases")], workers=0)
+    failed = waiting.folder / f"{first.key}.cases.failed"
+    failed.write_text("the disk was full")
+    with pytest.raises(ConfigError, match="data: the disk was full"):
+        waiting.names(first)
+    failed.write_text("")  # as far as it could be written
+    with pytest.raises(ConfigError, match=f"data: {first.key} cannot be prepared"):
+        waiting.names(first)
+    preparing = CaseStore(tmp_path / "cache", config, [(first, "cases")])
+    assert not failed.exists()  # and so nothing that waits ends by it
+    preparing.close()
+
+
+def test_patients_without_a_lung_end_a_run_of_stage_2_in_one_line(folder, cache, tmp_path, monkeypatch):
+    data = Data(with_data(stage1(folder), cache=cache), tmp_path, prepares=False)
+    some = data.store.names(data.training[0])
+    monkeypatch.setattr(data.store, "names", lambda patient: some if patient is data.training[0] else [])
+    assert all(data.cut(0, index, Relief()).labels.any() for index in range(8))
+    monkeypatch.setattr(data.store, "names", lambda patient: [])
+    with pytest.raises(ConfigError, match=r"^data: none of 2 patients has a lung for stage 1 to learn from; expected"):
+        data.cut(0, 0, Relief())
 
 
 def test_workers_end_with_their_store(tmp_path):
