@@ -238,9 +238,12 @@ def _save_whole(config: TrainingConfig, patient: Patient, folder: Path) -> dict[
 
 
 def _save(path: Path, array: npt.NDArray[Any]) -> None:
+    whole = np.ascontiguousarray(array)
+
     def write(temporary: Path) -> None:
         with temporary.open("wb") as file:
-            np.save(file, np.ascontiguousarray(array))
+            np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(whole))
+            file.write(whole.data)  # of a full disk `np.save` would only say "88000 requested and 55232 written"
 
     replace_file(path, write)
 

@@ -10,7 +10,7 @@ import json
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 
 from cascadeseg import config as configs
 from cascadeseg.atomic import replace_text
-from cascadeseg.errors import ConfigError, ModelError
+from cascadeseg.errors import CascadesegError, ConfigError, ModelError, OutputError
 from cascadeseg.network.model import load_model, save_model
 from cascadeseg.network.unet import UNet
 from cascadeseg.training.cache import locator_folder
@@ -142,9 +142,27 @@ def _train_until(last: int, run: Run, quiet: bool) -> None:
         run.save()
         if state.step < numbers.steps:
             log.tell(f"stopped after step {state.step} of {numbers.steps}, which is saved; go on with --resume")
+    except (CascadesegError, OSError) as error:
+        raise _ended(run, error) from error
     finally:
         patches.close()
         log.close()
+
+
+def _ended(run: Run, error: CascadesegError | OSError) -> CascadesegError:
+    """What ended a run and what to do, with all its steps saved unless the disk is full or no loss is finite."""
+    if isinstance(error, OSError):
+        error = OutputError(error.filename or run.output, error.strerror or str(error))
+    state, numbers = run.state, run.config.optimisation
+    if state.skipped_in_a_row > numbers.skip_at_most:
+        return error
+    kept = "the last checkpoint is kept" if run.checkpoint.exists() else ""
+    if state.step:  # before the first one a run has not begun, and starts again without more ado
+        with suppress(CascadesegError, OSError):
+            run.save()
+            kept = f"step {state.step} of {numbers.steps} is saved"
+    remedies = [error.remedy, f"{kept}: mend this, and go on with --resume" if kept else ""]
+    return type(error)(error.where, error.found, error.expected, "; ".join(filter(None, remedies)))
 
 
 def _prepare_first(run: Run, log: Log) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +76,17 @@ class State:
     relief: Relief = Relief()
 
     def save(self, path: Path) -> None:
-        """Writes a checkpoint."""
+        """Writes a checkpoint.
+
+        Raises:
+            OutputError: it cannot be written; what was there is there still.
+        """
         numbers = {name: getattr(self, name) for name in self._numbers}
         parts = {name: getattr(self, name).state_dict() for name in self._parts}
         content = {**numbers, "relief": asdict(self.relief), **parts}
-        replace_file(path, lambda temporary: torch.save(content, temporary))
+        file = BytesIO()  # of a full disk torch would only say "unexpected pos 64 vs 0"
+        torch.save(content, file)
+        replace_file(path, lambda temporary: temporary.write_bytes(file.getbuffer()))
 
     def load(self, path: Path) -> None:
         """Takes over a checkpoint."""

@@ -71,10 +71,11 @@ def take_step(trainer: Trainer) -> dict[str, float] | None:
         restore = kept_statistics(state.network)
         totals, out_of_memory, stopped, error = _gathered(trainer)
         out_of_memory, stopped, failed = worst(trainer.fabric, (out_of_memory, stopped, float(error is not None)))
+        if failed or stopped:
+            restore()  # what a checkpoint then holds is no half of a step
         if failed:
             raise failure(error)
         if stopped:
-            restore()
             return None
         if not out_of_memory:
             break

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,23 @@ from tests.training.toy import stage1, toy_dataset
 def folder(tmp_path_factory) -> Path:
     """Three toy chests in nnU-Net's raw layout."""
     return toy_dataset(tmp_path_factory.mktemp("data") / "Dataset001_Toy")
+
+
+@pytest.fixture
+def small_files() -> Callable[[int], AbstractContextManager[None]]:
+    """A block in which no file of this process grows beyond a size: to whoever writes it that is a full disk."""
+    resource = pytest.importorskip("resource")
+
+    @contextmanager
+    def limited(size: int) -> Iterator[None]:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    return limited
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ from cascadeseg.cascade.refine import lung_image
 from cascadeseg.cascade.resample import resample_scan
 from cascadeseg.cascade.windowed import restored
 from cascadeseg.cli import main
-from cascadeseg.errors import ConfigError
+from cascadeseg.errors import ConfigError, OutputError
 from cascadeseg.formats import read_labels, read_scan, write_labels, write_scan
 from cascadeseg.labels import IGNORE, LEFT_LUNG, LUNGS, RIGHT_LUNG
 from cascadeseg.network import View, load_model
@@ -369,6 +369,34 @@ def test_workers_end_with_their_store(tmp_path):
     # Not is_alive(): the pool's own thread waits for the worker too, and whoever asks second may be told nothing.
     assert wait([worker.sentinel], timeout=30)
     assert not list(store.folder.iterdir())
+
+
+def test_a_worker_that_is_killed_is_told_in_one_line(tmp_path):
+    config = replace(stage1("synthetic"), view=View(1.0))
+    patient = SyntheticPatient(1, "default", LabelNames())
+    before = set(active_children())
+    store = CaseStore(tmp_path, config, [(patient, "cases")])
+    (worker,) = set(active_children()) - before
+    worker.kill()
+    with pytest.raises(ConfigError) as caught:
+        store.names(patient)
+    found = "synthetic_000001: a process that prepares cases ran out of memory or was killed"
+    assert str(caught.value) == f"data.workers: {found}; lower it (--set data.workers=1)"
+    store.close()
+
+
+def test_a_full_disk_is_told_by_who_prepares_and_by_who_waits(folder, tmp_path, small_files):
+    config = stage1(folder)
+    (first, *_), _ = patients_of(config, tmp_path / "split.json")
+    waiting = CaseStore(tmp_path / "cache", config, [(first, "cases")], workers=0)
+    full = rf"{first.key}.image.npy: cannot be written \(File too large\)"
+    with small_files(2000), pytest.raises(OutputError, match=full):
+        caching._prepare_patient(config, first, "cases", waiting.folder)
+    with pytest.raises(ConfigError, match=full):
+        waiting.names(first)
+    with small_files(0), pytest.raises(OutputError, match=full):  # nor is there room to say it to those who wait
+        caching._prepare_patient(config, first, "cases", waiting.folder)
+    assert [path.suffix for path in waiting.folder.iterdir()] == [".failed"]
 
 
 def test_with_a_locator_a_fold_a_patient_meets_the_one_that_has_not_seen_it(folder, tmp_path, monkeypatch):

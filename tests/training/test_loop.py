@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -20,7 +21,7 @@ import torch
 from cascadeseg import config as configs
 from cascadeseg.cascade.pipeline import Segmenter
 from cascadeseg.cli import main
-from cascadeseg.errors import ConfigError, DeviceError, ModelError, ScanError
+from cascadeseg.errors import ConfigError, DeviceError, ModelError, OutputError, ScanError
 from cascadeseg.formats import read_labels
 from cascadeseg.labels import LUNGS
 from cascadeseg.network import UNet, UNetConfig, View, load_model
@@ -159,6 +160,63 @@ def test_a_signal_ends_the_run_after_the_step_under_way(recipe, tmp_path, monkey
     monkeypatch.undo()
     run(recipe(save_every=100), tmp_path, resume=True)
     assert load_model(tmp_path / "model").notes["stage1_steps"] == 6
+
+
+def test_a_step_that_cannot_be_made_leaves_a_checkpoint_of_the_steps_before_it(recipe, tmp_path, monkeypatch):
+    """As when a worker was killed: one line, and nothing of the half step is kept, BatchNorm's part included."""
+    real, calls = step.supervised_loss, []
+
+    def failing(*arguments):
+        calls.append(1)
+        if len(calls) == 2 * 2 + 2:  # BatchNorm still learns from patches, which it does to half of the steps
+            raise ConfigError("data.workers", "a worker was killed", "", "lower it")
+        return real(*arguments)
+
+    config = recipe(batch=2, save_every=100, validate_every=100)
+    whole = run(config, tmp_path / "whole")
+    monkeypatch.setattr(step, "supervised_loss", failing)
+    with pytest.raises(ConfigError) as caught:
+        run(config, tmp_path / "parts")
+    remedy = "lower it; step 2 of 6 is saved: mend this, and go on with --resume"
+    assert str(caught.value) == f"data.workers: a worker was killed; {remedy}"
+    assert torch.load(tmp_path / "parts" / "checkpoint.pt", weights_only=True)["step"] == 2
+    assert weights(run(config, tmp_path / "parts", resume=True)) == weights(whole)
+
+
+def test_what_fails_before_the_first_step_leaves_no_run_behind(recipe, tmp_path, monkeypatch):
+    error = ConfigError("data", "no such patient")
+    monkeypatch.setattr(CaseStore, "names", lambda *_: (_ for _ in ()).throw(error))
+    with pytest.raises(ConfigError, match=r"^data: no such patient$"):
+        run(recipe(), tmp_path)
+    monkeypatch.undo()
+    run(recipe(), tmp_path, stop_after=1)
+
+
+def test_a_full_disk_is_one_line_and_leaves_the_last_checkpoint(recipe, tmp_path, small_files, capsys):
+    config = recipe(save_every=100, validate_every=100)
+    run(config, tmp_path, stop_after=2)
+    before = (tmp_path / "checkpoint.pt").read_bytes()
+    (tmp_path / "recipe.toml").write_text(configs.dump(config))
+    command = ["train", "--stage", "1", "--config", str(tmp_path / "recipe.toml"), "--device", "cpu", "--quiet"]
+    with small_files(len(before) // 2):
+        assert main([*command, "--output", str(tmp_path), "--resume"]) == 2
+    found = f"{tmp_path / 'checkpoint.pt'}: cannot be written (File too large)"
+    remedy = "the last checkpoint is kept: mend this, and go on with --resume"
+    assert capsys.readouterr().err == f"cascadeseg: {found}; {remedy}\n"
+    assert (tmp_path / "checkpoint.pt").read_bytes() == before
+    run(config, tmp_path, resume=True)
+    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["step"] == 6
+
+
+def test_a_log_that_cannot_be_written_ends_the_run_with_its_steps_saved(recipe, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device", "metrics.jsonl")
+
+    monkeypatch.setattr(Log, "note", full)
+    words = r"^metrics.jsonl: No space left on device; step 3 of 6 is saved: mend this, and go on with --resume$"
+    with pytest.raises(OutputError, match=words):
+        run(recipe(save_every=100), tmp_path)
+    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["step"] == 3
 
 
 KILLED = """
