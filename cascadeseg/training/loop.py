@@ -7,6 +7,7 @@ a resumed run sees the patches that an uninterrupted one would have seen, and tw
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -259,6 +260,10 @@ def _log(run: Run, quiet: bool) -> Log:
         precision = training_precision(numbers, run.fabric.device)
         where = f"{run.fabric.device.type} ({precision})"
         log.tell(f"{title} on {where}: {patients}; kept in {run.output}")
+    processors, alone = os.cpu_count() or 1, run.fabric.device.type == "cpu" and run.fabric.world_size == 1
+    if alone and torch.get_num_threads() == 1 < processors:
+        remedy = f"unset OMP_NUM_THREADS, or set it to {processors}"
+        log.tell(f"warning: torch uses 1 of {processors} processors, which trains far slower; {remedy}")
     if run.data.validation and not surface_distances_available():
         log.tell("without monai and SimpleITK validation gives Dice alone, no surface distances")
     return log

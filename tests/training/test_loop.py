@@ -523,6 +523,17 @@ def test_a_run_says_how_long_it_waited_and_what_to_do_about_it(recipe, tmp_path,
     assert "raise data.steps_per_case or data.workers" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("threads", "processors"), [(1, 4), (1, 1), (2, 4)])
+def test_a_single_thread_of_several_processors_is_told(
+    recipe, tmp_path, capsys, monkeypatch, torch_threads, threads, processors
+):
+    torch_threads(threads)
+    monkeypatch.setattr(loop.os, "cpu_count", lambda: processors)
+    train(recipe(steps=1), tmp_path / "run", device="cpu")
+    told = "warning: torch uses 1 of 4 processors, which trains far slower; unset OMP_NUM_THREADS, or set it to 4"
+    assert (told in capsys.readouterr().err) == ((threads, processors) == (1, 4))
+
+
 def test_a_disk_too_small_for_the_patients_to_come_is_told_while_there_is_time(recipe, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(CaseStore, "room_gb", lambda store: (31.0, 12.5))
     train(recipe(steps=1), tmp_path / "run", device="cpu")
