@@ -79,6 +79,58 @@ def test_mirroring_swaps_the_sides(whole):
     np.testing.assert_array_equal(target.numpy()[::-1], np.array([0, 2, 1], np.uint8)[labels])
 
 
+def test_stage_2_mirrors_by_itself():
+    config = stage2("none", Path("none"), patch=(64, 64, 64), on_lung=0.0)
+    config = with_data(replace(config, augmentation=replace(NOTHING_RANDOM, mirror=1.0)), box_jitter_mm=0.0)
+    image = np.random.default_rng(0).random((2, 24, 16, 32)).astype(np.float16)
+    patch, _ = patch_of(image, np.ones((24, 16, 32), np.uint8), config, 3)
+    np.testing.assert_array_equal(patch.numpy(), image.astype(np.float32))
+
+
+def _grey(config, seeds=150, **amounts):
+    """(seeds, 3) of each patch, with only these amounts: means where the image is 0 (air), 0.4 and 0.8, and sds."""
+    config = replace(config, augmentation=replace(NOTHING_RANDOM, **amounts))
+    image = np.repeat(np.float16([0, 0.4, 0.8]), 16 * 8 * 8).reshape(1, 48, 8, 8)
+    patches = [patch_of(image, np.ones(image.shape[1:], np.uint8), config, seed)[0][0] for seed in range(seeds)]
+    parts = np.stack([np.stack(patch.numpy().reshape(3, -1)) for patch in patches])
+    return parts.mean(axis=2), parts.std(axis=2)
+
+
+@pytest.mark.parametrize("amount", [0.02, 0.05])
+def test_gain_multiplies_by_its_standard_deviation(whole, amount):
+    means, _ = _grey(whole, gain=amount)
+    assert not means[:, 0].any()
+    for column, value in ((1, 0.4), (2, 0.8)):
+        assert np.std(means[:, column] / value - 1) == pytest.approx(amount, rel=0.2)
+        assert np.mean(means[:, column]) == pytest.approx(value, abs=0.01)
+
+
+@pytest.mark.parametrize("amount", [10.0, 30.0])
+def test_an_offset_has_its_standard_deviation_in_hu_and_leaves_air(whole, amount):
+    means, _ = _grey(whole, offset_hu=amount)
+    assert not means[:, 0].any()
+    for column in (1, 2):
+        assert 1000 * np.std(means[:, column]) == pytest.approx(amount, rel=0.2)
+
+
+@pytest.mark.parametrize("amount", [0.05, 0.1])
+def test_gamma_is_an_exponent_whose_logarithm_has_its_standard_deviation(whole, amount):
+    means, _ = _grey(whole, gamma=amount)
+    highest = 1.624
+    for column, value in ((1, 0.4), (2, 0.8)):
+        exponents = np.log(means[:, column] / highest) / np.log(value / highest)
+        assert np.std(np.log(exponents)) == pytest.approx(amount, rel=0.2)
+
+
+@pytest.mark.parametrize("amount", [20.0, 60.0])
+def test_half_of_the_patches_have_noise_of_up_to_its_amount_in_hu(whole, amount):
+    _, sds = _grey(whole, noise_hu=amount)
+    noisy = 1000 * sds[sds[:, 2] > 1e-6][:, 2]
+    assert 0.35 < len(noisy) / len(sds) < 0.65
+    assert noisy.max() == pytest.approx(amount, rel=0.15)
+    assert noisy.mean() == pytest.approx(amount / 2, rel=0.2)
+
+
 def test_a_warp_moves_image_and_labels_together(whole):
     amounts = replace(NOTHING_RANDOM, warp=1.0, rotation_deg=8.0, elastic_mm=12.0)
     config = replace(whole, augmentation=amounts)

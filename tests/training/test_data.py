@@ -16,18 +16,19 @@ import torch
 import torch.nn.functional as F
 
 from cascadeseg.cascade.crop import crop_lungs
-from cascadeseg.cascade.locate import coarse_grid
-from cascadeseg.cascade.refine import lung_image
+from cascadeseg.cascade.locate import Coarse, coarse_grid
+from cascadeseg.cascade.refine import lung_image, mirrored
 from cascadeseg.cascade.resample import resample_scan
 from cascadeseg.cascade.windowed import restored
 from cascadeseg.cli import main
 from cascadeseg.errors import ConfigError, OutputError
 from cascadeseg.formats import read_labels, read_scan, write_labels, write_scan
+from cascadeseg.formats.scan import Scan
 from cascadeseg.labels import IGNORE, LEFT_LUNG, LUNGS, RIGHT_LUNG
 from cascadeseg.network import View, load_model
 from cascadeseg.training import cache as caching
 from cascadeseg.training.cache import CaseStore, predicts_boxes, recipe_digest
-from cascadeseg.training.cases import SyntheticPatient, imagined, labels_on, prepare
+from cascadeseg.training.cases import SyntheticPatient, imagined, labels_on, prepare, stage2_case
 from cascadeseg.training.config import LabelNames
 from cascadeseg.training.data import Data, patients_of
 from cascadeseg.training.listing import Listing, listing, sides
@@ -289,6 +290,33 @@ def test_a_crop_of_stage_2_is_what_the_refiner_sees(folder, tmp_path, monkeypatc
     assert [case.name.rpartition("_")[2] for case in cases] == ["right", "left"]
     for case in cases:
         assert any(torch.equal(case.image, image) for image in images)
+
+
+def test_labels_of_a_left_lung_are_mirrored_as_its_image_is():
+    """Of each lung only the lateral half is air and labelled; inference mirrors back what it gets."""
+    grid = chest_grid((4.0, 4.0, 4.0))
+    lungs = truth(grid)
+    labels = lungs.copy()
+    for lung in LUNGS:
+        middle = np.argwhere(lungs == lung.value)[:, 0].mean()
+        x = grid.world([(i, 0, 0) for i in range(grid.shape[0])])[:, 0]
+        medial = np.abs(x) < abs(grid.world((middle, 0, 0))[0])
+        labels[medial[:, None, None] & (lungs == lung.value)] = 0
+    scan = Scan(np.where(labels > 0, -850, 0).astype(np.int16), grid)
+    coarse = Coarse(torch.stack([torch.from_numpy(lungs == lung.value).float() for lung in LUNGS]), grid)
+    config = stage2("none", Path("none"))
+    for lung in crop_lungs(coarse):
+        crop = lung.extent(4.0, config.unet.stride)
+        case = stage2_case("name", scan, labels, coarse, lung, crop, config)
+        assert (case.image[0][case.labels == 1] < 0.5).float().mean() > 0.95
+        back = mirrored(case.labels, lung.label).numpy()
+        centre, expected = (
+            where.world(np.argwhere(mask).mean(axis=0))
+            for where, mask in ((crop, back == 1), (grid, labels == lung.label.value))
+        )
+        np.testing.assert_allclose(centre, expected, atol=1.0)
+        lateral_half_first = case.labels[: len(back) // 2].sum() > case.labels[len(back) // 2 :].sum()
+        assert bool(lateral_half_first) == (crop.affine[0, 0] < 0), "left lungs lie like right ones"
 
 
 def test_all_recipes_hold_out_the_same_patients(folder, tmp_path):
