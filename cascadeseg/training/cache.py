@@ -18,8 +18,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures import TimeoutError as NotYet
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import asdict
@@ -123,13 +122,11 @@ class CaseStore:
     def _description(self, patient: Patient, kind: Kind) -> dict[str, Any]:
         record = self._record(patient, kind)
         job = self._futures.get(record)
-        while job is not None:
-            self._stopped()
+        if job is not None:
+            while not wait([job], WAIT_S).done:
+                self._stopped()
             try:
-                job.result(timeout=WAIT_S)
-                job = None
-            except NotYet:
-                continue
+                job.result()
             except Exception as error:
                 if not (isinstance(error, BrokenProcessPool) or is_out_of_memory(error)):
                     raise

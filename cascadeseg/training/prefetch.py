@@ -5,8 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as NotYet
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
@@ -101,12 +100,11 @@ class Prefetch(Generic[T]):
 
     def _result(self, job: Future[T]) -> T | None:
         while not self._stop.asked:
-            try:
-                return job.result(timeout=WAIT_S)
-            except NotYet:
-                continue
-            except Stopped:
-                break
+            if wait([job], WAIT_S).done:
+                try:
+                    return job.result()
+                except Stopped:
+                    break
         return None
 
     def close(self) -> None:

@@ -33,6 +33,7 @@ from cascadeseg.training.config import LabelNames
 from cascadeseg.training.data import Data, patients_of
 from cascadeseg.training.listing import Listing, listing, sides
 from cascadeseg.training.loop import train
+from cascadeseg.training.prefetch import Prefetch, Stop
 from cascadeseg.training.state import Relief
 from tests.cascade.chest import Thresholder, chest_grid, dice, thresholding_segmenter, truth
 from tests.training.toy import OURS, stage1, stage2, with_data, write_case, write_dataset_json
@@ -499,3 +500,13 @@ def test_patients_to_come_are_as_large_as_those_that_are_there(folder, cache, tm
     taken = sum((empty.folder / name).stat().st_size for name in names[1:])
     assert taken > 0
     assert empty.room_gb()[0] == pytest.approx((len(patients) - 1) * taken / 1e9)
+
+
+def test_a_network_disk_that_times_out_ends_the_wait_for_it() -> None:
+    def make(step: int, relief: Relief) -> int:
+        raise TimeoutError("the disk does not answer")
+
+    patches = Prefetch(make, 0, 1, Stop(time_limit_s=20), threads=1)
+    with pytest.raises(TimeoutError, match="does not answer"):
+        patches(0, Relief())
+    patches.close()
