@@ -1,4 +1,4 @@
-"""What the C library keeps of freed memory."""
+"""What the C library keeps of freed memory, and how to tell that there is none left."""
 
 from __future__ import annotations
 
@@ -10,6 +10,15 @@ from pathlib import Path
 
 M_ARENA_MAX = -8
 """Of glibc's ``mallopt``: how many heaps a process may have."""
+OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory", "alloc_failed")
+"""How the RuntimeErrors of torch on a processor or on MPS, of CUDA, cuBLAS and cuDNN say so, in small letters."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out, of any device; torch need not be imported for it."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in OUT_OF_MEMORY)
 
 
 def give_back_freed_memory(above_mb: float = 0.0) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from cascadeseg.errors import CascadesegError
+from cascadeseg.memory import is_out_of_memory
 
 Progress = Callable[[str, float], None]
 
@@ -50,9 +51,9 @@ def in_one_line(error: Exception) -> str | None:
     """What the user can mend, in one line; None for a fault of our own."""
     if isinstance(error, CascadesegError):
         return str(error)
-    if isinstance(error, MemoryError):
-        return "out of memory; crop the scan, or use a larger machine"
-    if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not worth importing torch for
+    if is_out_of_memory(error):
+        if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):
+            return "out of memory; crop the scan, or use a larger machine"
         return "out of the device's memory; use --device cpu"
     if isinstance(error, OSError):
         return f"{error.filename or 'system'}: {error.strerror or error}"

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from cascadeseg import memory
+from cascadeseg.terminal import in_one_line
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the system does not say")
@@ -30,3 +31,19 @@ def test_where_nobody_knows_how_large_the_process_is_memory_goes_back(monkeypatc
 def test_a_library_that_cannot_give_back_is_left_alone(monkeypatch):
     monkeypatch.setattr(memory, "_c_library", lambda: None)
     memory.give_back_freed_memory()
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (MemoryError(), "out of memory; crop the scan, or use a larger machine"),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+            "out of memory; crop the scan, or use a larger machine",
+        ),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"), "out of the device's memory; use --device cpu"),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), None),
+    ],
+)
+def test_whatever_ran_out_of_memory_is_one_line(error, line):
+    assert in_one_line(error) == line

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cascadeseg.errors import DeviceError
+from cascadeseg.memory import is_out_of_memory
 from cascadeseg.network.engine import Engine, Precision, in_slabs
 from cascadeseg.network.levels import Finish, Image, slab_samples, streamed_levels, unchanged
 from cascadeseg.network.model import Stage
@@ -18,8 +19,6 @@ EngineKind = Literal["auto", "torch", "openvino"]
 ENGINES: tuple[EngineKind, ...] = ("auto", "torch", "openvino")
 SLAB_CONTEXT = 16
 """Slices of an image that a slab sees beside its own."""
-OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory", "alloc_failed")
-"""How torch on a processor or on MPS, CUDA, cuBLAS and cuDNN say so, in small letters."""
 LIVE_TENSORS = 5
 """Full-width tensors that a forward pass holds at once, its workspace included (measured)."""
 
@@ -217,9 +216,3 @@ class BoundedEngine:
 
     def _note(self, what: str) -> None:
         self.notes.append(f"{self._running.device} ran out of memory; went on with {what}")
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error says that memory ran out, of any device."""
-    said = str(error).lower()
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(words in said for words in OUT_OF_MEMORY)

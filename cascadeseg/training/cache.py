@@ -37,7 +37,7 @@ from cascadeseg.atomic import replace_file, replace_text
 from cascadeseg.errors import ConfigError
 from cascadeseg.formats.scan import Scan
 from cascadeseg.geometry import Grid
-from cascadeseg.network.bounded import is_out_of_memory
+from cascadeseg.memory import is_out_of_memory
 from cascadeseg.network.engine import Engine, find_device
 from cascadeseg.network.model import load_model
 from cascadeseg.training.cases import LabelMap, Patient, prepare

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cascadeseg.errors import CascadesegError, ConfigError, DeviceError
-from cascadeseg.network.bounded import is_out_of_memory
+from cascadeseg.errors import ConfigError, DeviceError
+from cascadeseg.memory import is_out_of_memory
 from cascadeseg.training.augmentation import Cut
 from cascadeseg.training.config import OptimisationConfig, TrainingConfig
 from cascadeseg.training.data import batch_of
@@ -100,7 +100,7 @@ def _gathered(trainer: Trainer) -> tuple[Tensor, float, float, Exception | None]
         for batch in batches:
             totals += _backward(trainer, batch, count)
     except Exception as error:
-        if is_out_of_memory(error) and not isinstance(error, CascadesegError):  # of the step, and not of its data
+        if is_out_of_memory(error):  # of the step: of its data a ConfigError would say so
             return totals, 1.0, 0.0, None
         return totals, 0.0, 0.0, error  # the other processes must hear of it before it ends this one
     return totals, 0.0, 0.0, None
