@@ -315,13 +315,15 @@ def _check(config: TrainingConfig, output: Path, resume: bool) -> None:
 
 
 def _check_numbers(config: TrainingConfig) -> None:
-    numbers, unet = config.optimisation, config.unet
+    numbers, unet, view = config.optimisation, config.unet, config.view
     configs.check_limits(config)
+    if not view.high_hu > view.low_hu:
+        raise ConfigError("view.high_hu", str(view.high_hu), f"above view.low_hu, {view.low_hu}")
     if numbers.batch > LARGEST_BATCH:
         raise ConfigError("optimisation.batch", str(numbers.batch), f"{LARGEST_BATCH} at most")
     if any(n % unet.stride for n in numbers.patch):
         raise ConfigError("optimisation.patch", str(list(numbers.patch)), f"multiples of {unet.stride}")
-    wanted = config.view.channels, 3 if config.stage == 1 else 1
+    wanted = view.channels, 3 if config.stage == 1 else 1
     if (unet.in_channels, unet.out_channels) != wanted:
         found = f"{unet.in_channels} channels in and {unet.out_channels} out"
         expected = f"{wanted[0]} in and {wanted[1]} out, for stage {config.stage} and its view"

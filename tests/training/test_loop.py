@@ -432,6 +432,12 @@ def test_numbers_that_cannot_be_are_refused(recipe, tmp_path, change, words):
         run(recipe(**change), tmp_path)
 
 
+def test_a_window_that_is_upside_down_is_refused(recipe, tmp_path):
+    plain = recipe()
+    with pytest.raises(ConfigError, match=r"view.high_hu: -2000.0; expected above view.low_hu, -\d+.0"):
+        run(replace(plain, view=replace(plain.view, high_hu=-2000.0)), tmp_path)
+
+
 @pytest.mark.parametrize(
     ("key", "value", "expected"),
     [
