@@ -363,9 +363,11 @@ def _paint_bowel(scene: Scene, colon: Tensor) -> None:
     where = (1.9 - 3.4 * abdomen.colon_gas - 1.2 * rise) - scene.coarse_noise(abdomen.seed + 5, 32.0)
     air = scene.filled(scene.up(where * 14, part), abdomen.gas_edge)
     air.mul_(scene.filled(distance, abdomen.gas_edge))
-    # Folds of its wall stand in the gas: thin sheets, here and there.
-    fold = scene.noise(abdomen.seed + 10, 18.0, part).abs_().mul_(18.0).sub_(1.3)
-    fold = scene.filled(fold).mul_(scene.noise(abdomen.seed + 11, 14.0, part).mul_(3).add_(0.8).clamp_(0, 1))
+    # Folds of its wall stand in the gas: thin sheets, in some people so many that it looks like a bunch of grapes.
+    many = 5 * abdomen.folds - 0.5
+    apart = 18.0 - 9.0 * many
+    fold = scene.filled(scene.noise(abdomen.seed + 10, apart, part).abs_().mul_(apart).sub_(1.5))
+    fold.mul_(scene.noise(abdomen.seed + 11, 14.0, part).mul_(3).add_(0.3 + 2.5 * many).clamp_(0, 1))
     _paint_gas(scene, part, air.mul_(fold.neg_().add_(1)))
 
 
