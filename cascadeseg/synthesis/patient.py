@@ -95,7 +95,11 @@ class Chest:
 
 @dataclass(frozen=True)
 class Abdomen:
-    """Bowel, stomach and solid organs; their gas in HU above the air outside, and how soft its edge is (mm)."""
+    """Bowel, stomach and solid organs.
+
+    ``gas_hu`` of stomach and bowel is above the air outside, ``gas_edge`` (mm) how much wider than a voxel its edge is,
+    ``bubbles`` how rare they are in stool, ``folds`` (0.1 to 0.3) how many and how deep the colon's are.
+    """
 
     liver: float
     spleen: float
