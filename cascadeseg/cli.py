@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from cascadeseg.evaluation.report import Row
     from cascadeseg.evaluation.tables import Case, Unscored
     from cascadeseg.formats import Scan
-    from cascadeseg.outputs import Job
+    from cascadeseg.outputs import Found, Job
 
 DONE, MISTAKE, SOME_FAILED, UNFINISHED, INTERRUPTED = 0, 2, 3, 4, 130
 TRAIN_EXAMPLES = """examples, which need no data:
@@ -304,14 +304,24 @@ def _ends_in(suffix: str, option: str, what: str, *, scans_before: bool = False)
 # ------------------------------------------------------------------------------------------------------ infer
 
 
+def _found(arguments: Sequence[str]) -> tuple[list[Found], list[CascadesegError]]:
+    """The scans that the arguments mean, and what is wrong with the others; that is told, and what is passed over."""
+    from cascadeseg import outputs
+
+    found, failures, passed_over = outputs.find(arguments)
+    for failure in failures:
+        complain(str(failure))
+    if passed_over:
+        complain(passed_over)
+    return found, failures
+
+
 def _run_infer(options: argparse.Namespace) -> int:
     from cascadeseg import outputs
 
     _check_device(options.device)
     batch.set_up_libraries()
-    found, failures, passed_over = outputs.find(options.scans)
-    for line in [*failures, *([passed_over] if passed_over else [])]:
-        complain(str(line))
+    found, failures = _found(options.scans)
     several = len(options.scans) > 1 or len(found) + len(failures) > 1
     table = _Table(Path(options.csv), options) if options.csv else None
     wishes = outputs.Wishes(
@@ -379,19 +389,14 @@ def _batch_result(failed: int, total: int, several: bool) -> int:
 
 
 def _run_check(options: argparse.Namespace) -> int:
-    from cascadeseg import outputs
-
-    found, failures, passed_over = outputs.find(options.scans)
-    for line in [*failures, *([passed_over] if passed_over else [])]:
-        complain(str(line))
-    failed = len(failures)
+    found, failures = _found(options.scans)
+    failed, total = len(failures), len(found) + len(failures)
     for scan in found:
         try:
             say(_examined(scan.scan, batch.read(scan.scan, options)))
         except Exception as error:
             failed += 1
             complain(in_one_line(error) or batch.own_fault(scan.scan, error))
-    total = len(found) + len(failures)
     return _batch_result(failed, total, total > 1)
 
 
