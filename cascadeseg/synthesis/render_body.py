@@ -334,7 +334,7 @@ def _paint_gas(scene: Scene, part: Slices, weight: Tensor) -> None:
 
 
 def _paint_bowel(scene: Scene, colon: Tensor) -> None:
-    """Small bowel, and the colon (its coarse distance) with stool and gas."""
+    """Small bowel, and the colon (its coarse distance) with stool."""
     patient = scene.patient
     hu, abdomen = patient.hounsfield, patient.abdomen
     gas, fluid = anatomy.small_bowel(patient)
@@ -353,22 +353,25 @@ def _paint_bowel(scene: Scene, colon: Tensor) -> None:
     bubbles = (scene.noise(abdomen.seed + 6, 2.8, part) - abdomen.bubbles).clamp_(min=0)
     stool.add_(bubbles, alpha=-500).clamp_(-950, 220)
     scene.paint(part, scene.filled(distance.clone()), stool, Tissue.BOWEL)
-    if not abdomen.colon_gas:
-        return
+    if abdomen.colon_gas:
+        _paint_colon_gas(scene, part, scene.filled(distance, abdomen.gas_edge))
+
+
+def _paint_colon_gas(scene: Scene, part: Slices, lumen: Tensor) -> None:
+    """Gas gathers in what lies highest of the colon's lumen (its share of each voxel)."""
+    patient, abdomen = scene.patient, scene.patient.abdomen
     ux, uy = patient.scanner.up
     x, y, _ = scene.coarse.points(scene.device)
     ox, oy, _ = patient.torso.offset
-    # It gathers in what lies highest.
     rise = ((x - ox) * ux + (y - oy) * uy) / (45 * scene.scale)
     where = (1.9 - 3.4 * abdomen.colon_gas - 1.2 * rise) - scene.coarse_noise(abdomen.seed + 5, 32.0)
     air = scene.filled(scene.up(where * 14, part), abdomen.gas_edge)
-    air.mul_(scene.filled(distance, abdomen.gas_edge))
     # Folds of its wall stand in the gas: thin sheets, in some people so many that it looks like a bunch of grapes.
     many = 5 * abdomen.folds - 0.5
     apart = 18.0 - 9.0 * many
     fold = scene.filled(scene.noise(abdomen.seed + 10, apart, part).abs_().mul_(apart).sub_(1.5))
     fold.mul_(scene.noise(abdomen.seed + 11, 14.0, part).mul_(3).add_(0.3 + 2.5 * many).clamp_(0, 1))
-    _paint_gas(scene, part, air.mul_(fold.neg_().add_(1)))
+    _paint_gas(scene, part, air.mul_(lumen).mul_(fold.neg_().add_(1)))
 
 
 def paint_mediastinum(scene: Scene) -> None:
