@@ -15,7 +15,7 @@ import numpy.typing as npt
 import SimpleITK
 
 from cascadeseg.errors import ScanError
-from cascadeseg.formats import metaimage, nrrd
+from cascadeseg.formats import metaimage, nrrd, packed
 from cascadeseg.formats.memory import DEFLATE_LIMIT, refuse_oversized
 from cascadeseg.formats.nifti import volume_shape
 from cascadeseg.formats.placement import LPS_TO_RAS, checked_grid, checked_spacing
@@ -80,8 +80,7 @@ def read_itk(path: Path, suffix: str, volume: int | None = None, before: Before 
         ScanError: anything that is not one readable 3D volume.
     """
     SimpleITK.ProcessObject.SetGlobalWarningDisplay(False)  # what matters of them is told by our own checks
-    is_metaimage = IMAGE_IO[suffix] == "MetaImageIO"
-    data, odd = metaimage.checked_header(path) if is_metaimage else (None, nrrd.checked_header(path))
+    data, odd = (metaimage if IMAGE_IO[suffix] == "MetaImageIO" else nrrd).checked_header(path)
     reader = SimpleITK.ImageFileReader()
     reader.SetImageIO(IMAGE_IO[suffix])
     try:
@@ -97,11 +96,11 @@ def read_itk(path: Path, suffix: str, volume: int | None = None, before: Before 
         grid, warnings = checked_grid(shape, geometry.affine, path)
         outline = Scan(hollow(shape, dtype), grid, source=str(path), native=geometry, warnings=(*warnings, *odd))
         before(outline)
-        if data and data.unpacked is not None:
+        if data and data.packed is not None:
             if kind not in VOXEL_TYPES:
                 found = f"compressed data of type {SimpleITK.GetPixelIDValueAsString(kind)}"
                 raise ScanError(path, found, "one number per voxel, in HU")
-            return replace(outline, voxels=metaimage.unpacked_volume(path, data, shape, dtype, index))
+            return replace(outline, voxels=packed.unpacked_volume(path, data, shape, dtype, index))
         if reader.GetDimension() > 3:
             rest = reader.GetSize()[3:]
             reader.SetExtractSize([*shape, *[0] * len(rest)])

@@ -1,53 +1,23 @@
-"""A MetaImage (``.mha``, ``.mhd``) looked at before ITK reads it: its text header, its data files; and its packed data.
+"""A MetaImage (``.mha``, ``.mhd``) looked at before ITK reads it: its text header, its data files.
 
 ITK reads MetaImages well, but meets a damaged header with several lines on the terminal and an error without a
-reason, and a missing spacing with silence. Of damaged compressed data, and of slices that no file is named for, it
-gives back whatever lay in memory: compressed data are unpacked here.
+reason, and a missing spacing with silence. Of slices that no file is named for it gives back whatever lay in memory.
 """
 
 from __future__ import annotations
 
 import os
-import sys
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
-from isal import isal_zlib
 
 from cascadeseg.errors import ScanError
+from cascadeseg.formats.packed import Data, cut_short
 from cascadeseg.formats.placement import NO_PLACE, NO_SPACING, refuse_other_units
 
 HEADER_BYTES = 1 << 16
 LIST_BYTES = 1 << 24
 LIST_FILES = 1 << 16
-PACKED_BYTES = 1 << 12
-"""Unpacked at a time, to 4 MB at the most: deflate packs no tighter than by a factor of 1,032."""
-ZLIB_OR_GZIP = 47  # zlib's wbits: the largest window, in either wrapping, as ITK takes it
 ITEM_BYTES = {"CHAR": 1, "SHORT": 2, "INT": 4, "LONG": 4, "LONG_LONG": 8, "FLOAT": 4, "DOUBLE": 8}
-COPY_AGAIN = "copy or download it again"
-
-
-@dataclass(frozen=True)
-class Data:
-    """Where the voxels lie: in one file, or in several that hold equal shares.
-
-    Attributes:
-        files: in the order of the voxels.
-        start: where the voxels begin in each file.
-        stored: the bytes that each file has to hold from there; 0 if the header does not say.
-        unpacked: of compressed data the bytes that come out of each file; None of others.
-        big_endian: the order of a voxel's bytes.
-    """
-
-    files: list[Path]
-    start: int
-    stored: int
-    unpacked: int | None
-    big_endian: bool
 
 
 def checked_header(path: Path) -> tuple[Data, tuple[str, ...]]:
@@ -64,67 +34,11 @@ def checked_header(path: Path) -> tuple[Data, tuple[str, ...]]:
             raise ScanError(path, found, "header and data side by side, as they were written")
         held = file.stat().st_size - data.start
         if held < data.stored:
-            raise _cut_short(path, file, f"{held:,} of {data.stored:,} bytes of data")
+            raise cut_short(path, file, f"{held:,} of {data.stored:,} bytes of data")
     refuse_other_units([fields.get("DistanceUnits", "")], path)
     placed = {"TransformMatrix", "Orientation", "Rotation"} & set(fields)
     spaced = {"ElementSpacing", "ElementSize"} & set(fields)
     return data, (*(() if placed else (NO_PLACE,)), *(() if spaced else (NO_SPACING,)))
-
-
-def unpacked_volume(
-    path: Path, data: Data, shape: tuple[int, int, int], dtype: np.dtype[Any], volume: int
-) -> npt.NDArray[Any]:
-    """A volume of compressed data, unpacked a piece at a time; those of other volumes are looked at as well.
-
-    Args:
-        path: the header's file, for messages.
-        data: as `checked_header` gives it.
-        shape: (X, Y, Z) of a volume.
-        dtype: of its voxels, in native byte order.
-        volume: which one, from 0.
-
-    Returns:
-        (X, Y, Z) voxels.
-
-    Raises:
-        ScanError: the data are damaged, or not as many as the header promises.
-    """
-    voxels: npt.NDArray[Any] = np.empty(shape, dtype, order="F")
-    wanted = voxels.reshape(-1, order="F").view(np.uint8)
-    promised = data.unpacked or 0
-    for number, file in enumerate(data.files):
-        try:
-            count, whole = _unpack(file, data, wanted, number * promised - volume * len(wanted))
-        except isal_zlib.error as problem:  # type: ignore[misc]
-            found = f"damaged compressed data{_of(file, path)} ({problem})"
-            raise ScanError(path, found, "", COPY_AGAIN) from problem
-        if not whole and count <= promised:
-            raise _cut_short(path, file, f"its compressed data end after {count:,} of {promised:,} bytes of voxels")
-        if count != promised:
-            found = f"compressed data{_of(file, path)} of {'' if whole else 'over '}{count:,} bytes"
-            raise ScanError(path, found, f"{promised:,}, as the header says", "the file is damaged")
-    return voxels.byteswap(inplace=True) if data.big_endian == (sys.byteorder == "little") else voxels
-
-
-def _unpack(file: Path, data: Data, wanted: npt.NDArray[np.uint8], place: int) -> tuple[int, bool]:
-    """Unpacks one file's bytes into those wanted, the first at ``place``, which may be before them or behind.
-
-    Returns:
-        How many there were (no more than a piece above what the header promises), and whether that was their end.
-    """
-    unpacker = isal_zlib.decompressobj(ZLIB_OR_GZIP)
-    left = data.stored or file.stat().st_size - data.start
-    count = 0
-    with file.open("rb") as stream:
-        stream.seek(data.start)
-        while not unpacker.eof and count <= (data.unpacked or 0) and (packed := stream.read(min(left, PACKED_BYTES))):
-            left -= len(packed)
-            piece = np.frombuffer(unpacker.decompress(packed), np.uint8)
-            at = place + count
-            low, high = (min(max(n, 0), len(wanted)) for n in (at, at + len(piece)))
-            wanted[low:high] = piece[low - at : high - at]
-            count += len(piece)
-    return count, unpacker.eof
 
 
 def _fields(path: Path) -> tuple[dict[str, str], int]:
@@ -149,7 +63,7 @@ def _data(path: Path, fields: dict[str, str], end: int) -> Data:
     """What the header says of its data."""
     local = fields["ElementDataFile"].upper() == "LOCAL"
     start = end if local else 0
-    unpacked = None
+    packed = None
     try:
         size = [int(n) for n in fields["DimSize"].split()]
         files, axes = ([path], len(size)) if local else _data_files(path, fields["ElementDataFile"], size, end)
@@ -157,7 +71,7 @@ def _data(path: Path, fields: dict[str, str], end: int) -> Data:
         kind = fields.get("ElementType", "").removeprefix("MET_").removeprefix("U").removesuffix("_ARRAY")
         stored = count * ITEM_BYTES.get(kind, 1)
         if fields.get("CompressedData", "").startswith(("T", "t", "1")):
-            unpacked, stored = stored, int(fields.get("CompressedDataSize", 0))
+            packed, stored = count, int(fields.get("CompressedDataSize", 0))
             if stored and int(fields.get("HeaderSize", 0)) > 0:
                 start = int(fields["HeaderSize"])
             if stored < 0:
@@ -166,11 +80,11 @@ def _data(path: Path, fields: dict[str, str], end: int) -> Data:
             stored = count
     except (KeyError, ValueError) as problem:
         raise ScanError(path, f"a damaged MetaImage header ({problem})") from problem
-    if local and unpacked is not None and stored == 0:  # ITK would take the header for data
+    if local and packed is not None and stored == 0:  # ITK would take the header for data
         found = "compressed data without CompressedDataSize in the header"
         raise ScanError(path, found, "their number of bytes", "write the file again")
     order = fields.get("ElementByteOrderMSB", fields.get("BinaryDataByteOrderMSB", ""))
-    return Data(files, start, stored, unpacked, big_endian=order.startswith(("T", "t", "1")))
+    return Data(files, start, stored, packed, big_endian=order.startswith(("T", "t", "1")))
 
 
 def _data_files(path: Path, named: str, size: list[int], end: int) -> tuple[list[Path], int]:
@@ -204,11 +118,3 @@ def _data_files(path: Path, named: str, size: list[int], end: int) -> tuple[list
         found = f"{len(names)} data files in the header"
         raise ScanError(path, found, f"{wanted} by DimSize, in a list each with a line break behind it")
     return [path.parent / name for name in names], axes
-
-
-def _cut_short(path: Path, file: Path, counts: str) -> ScanError:
-    return ScanError(path, f"{'the file' if file == path else file.name} is cut short ({counts})", "", COPY_AGAIN)
-
-
-def _of(file: Path, path: Path) -> str:
-    return "" if file == path else f" in {file.name}"

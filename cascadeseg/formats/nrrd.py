@@ -5,21 +5,27 @@ ITK meets a missing spacing, lengths in another unit than millimetres and axes o
 
 from __future__ import annotations
 
+import os
 import re
+from math import prod
 from pathlib import Path
 
+from cascadeseg.formats.packed import Data
 from cascadeseg.formats.placement import NO_PLACE, NO_SPACING, refuse_other_units
 
 HEADER_BYTES = 1 << 16
 
 
-def checked_header(path: Path) -> tuple[str, ...]:
-    """What is odd about a NRRD's header; what makes it unreadable is left to ITK.
+def checked_header(path: Path) -> tuple[Data | None, tuple[str, ...]]:
+    """Where a NRRD's gzipped voxels lie, and what is odd about its header; what makes it unreadable is left to ITK.
+
+    Returns:
+        The data if they are gzipped and in one file, None of others; and the remarks.
 
     Raises:
         ScanError: its lengths are not in millimetres.
     """
-    fields = _fields(path)
+    fields, end = _fields(path)
     for field in ("space units", "units"):
         refuse_other_units(re.findall(r'"([^"]*)"', fields.get(field, "")), path)
     vectors = fields.get("space directions", "").count("(")
@@ -27,17 +33,34 @@ def checked_header(path: Path) -> tuple[str, ...]:
     space = fields.get("space", "").lower()  # the others that NRRD knows are of a scanner, or of nothing
     placed = "superior" in space or space[:3] in ("ras", "las", "lps")
     spaced = vectors >= 3 or len(numbers) >= 3
-    return (*(() if placed else (NO_PLACE,)), *(() if spaced else (NO_SPACING,)))
+    odd = (*(() if placed else (NO_PLACE,)), *(() if spaced else (NO_SPACING,)))
+    return _packed_data(path, fields, end), odd
 
 
-def _fields(path: Path) -> dict[str, str]:
-    """The ``field: value`` lines, up to the empty line that the data follow."""
+def _packed_data(path: Path, fields: dict[str, str], end: int) -> Data | None:
+    """Where gzipped voxels lie; None of data of another encoding, in several files or behind other data."""
+    skipped = [fields.get(f"{unit} skip", fields.get(f"{unit}skip", "0")) for unit in ("line", "byte")]
+    named = fields.get("data file", fields.get("datafile"))
+    file, start = (path, end) if named is None else (path.parent / named, 0)
+    sizes = fields.get("sizes", "").split()
+    if fields.get("encoding", "").lower() not in ("gzip", "gz") or skipped != ["0", "0"] or not start + bool(named):
+        return None
+    if not file.is_file() or not all(size.isdecimal() for size in sizes):
+        return None
+    count = prod(map(int, sizes))
+    return Data([file], start, 0, count, big_endian=fields.get("endian", "").lower() == "big")
+
+
+def _fields(path: Path) -> tuple[dict[str, str], int]:
+    """The ``field: value`` lines, and where the empty line ends that the data follow; 0 if there is none."""
     with path.open("rb") as file:
-        head = file.read(HEADER_BYTES).decode(errors="replace")
+        head = file.read(HEADER_BYTES)
     fields: dict[str, str] = {}
-    for line in head.split("\n"):
+    end = 0
+    for line in head.splitlines(keepends=True):
+        end += len(line)
         if not line.strip():
-            break
-        name, _, value = line.partition(": ")
+            return fields, end
+        name, _, value = os.fsdecode(line).partition(": ")
         fields[name.strip().lower()] = value.strip()
-    return fields
+    return fields, 0

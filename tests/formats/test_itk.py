@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import gzip
 import zlib
 from pathlib import Path
 
@@ -187,6 +188,43 @@ def test_compressed_metaimages_are_read_as_itk_reads_them_and_unpacked_once(
         assert scan.voxels.dtype == np.int16
         assert np.array_equal(scan.voxels, volume)
         assert np.array_equal(scan.voxels, oracle[..., number])
+
+
+@pytest.mark.parametrize("field", ["encoding: gzip", "encoding: GZ", "data file: scan.gz\nencoding: gz"])
+@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
+def test_compressed_nrrds_are_read_as_itk_reads_them_and_unpacked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str, line_end: str
+) -> None:
+    volumes = [ct_values(seed=seed) for seed in range(3)]
+    gzipped = gzip.compress(b"".join(volume.astype(">i2").tobytes(order="F") for volume in volumes))
+    header = "NRRD0005\n# by hand\ntype: int16\ndimension: 4\nsizes: 12 14 10 3\nspacings: 0.75 0.8 2.5 1\n"
+    header += f"kinds: domain domain domain domain\nendian: big\nname:=a: b\n{field}\n\n"
+    path, detached = tmp_path / "scan.nrrd", "file" in field
+    path.write_bytes(header.replace("\n", line_end).encode() + (b"" if detached else gzipped))
+    if detached:
+        (tmp_path / "scan.gz").write_bytes(gzipped)
+    oracle = SimpleITK.GetArrayFromImage(SimpleITK.ReadImage(str(path))).transpose(3, 2, 1, 0)
+    monkeypatch.setattr(SimpleITK.ImageFileReader, "Execute", lambda reader: pytest.fail("unpacked twice"))
+    for number, volume in enumerate(volumes):
+        scan = read_scan(path, volume=number)
+        assert scan.voxels.dtype == np.int16
+        assert np.array_equal(scan.voxels, volume)
+        assert np.array_equal(scan.voxels, oracle[..., number])
+
+
+@pytest.mark.parametrize("skip", ["byte skip: 5", "line skip: 1", "data file: z%d.gz 0 9 1"])
+def test_other_compressed_nrrds_are_left_to_itk(tmp_path: Path, skip: str) -> None:
+    voxels = ct_values().tobytes(order="F")
+    packed = {
+        "byte skip: 5": gzip.compress(b"12345" + voxels),
+        "line skip: 1": b"a line\n" + gzip.compress(voxels),
+    }.get(skip, b"")
+    header = f"NRRD0005\ntype: int16\ndimension: 3\n{LPS_SPACE}\n{DIRECTIONS}\nsizes: 12 14 10\nendian: little\n"
+    header += f"encoding: gzip\n{skip}\n\n"
+    (tmp_path / "scan.nrrd").write_bytes(header.encode() + packed)
+    for z in range(10):
+        (tmp_path / f"z{z}.gz").write_bytes(gzip.compress(ct_values()[..., z].tobytes(order="F")))
+    assert np.array_equal(read_scan(tmp_path / "scan.nrrd").voxels, ct_values())
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)

@@ -18,7 +18,8 @@ import SimpleITK
 from cascadeseg.errors import OutputError, ScanError
 from cascadeseg.formats import memory as memory_of_the_machine
 from cascadeseg.formats import read_labels, read_scan, scan_of, write_scan
-from cascadeseg.formats.metaimage import checked_header, unpacked_volume
+from cascadeseg.formats.metaimage import checked_header
+from cascadeseg.formats.packed import unpacked_volume
 from tests.formats.test_itk import itk_image
 from tests.formats.test_nifti import saved
 from tests.formats.volumes import SHAPE, affine_of, ct_values, oblique_grid
@@ -219,6 +220,27 @@ def test_damaged_compressed_metaimages(
         refusal(path)
         == ": compressed data of type vector of 16-bit signed integer; expected one number per voxel, in HU"
     )
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("suffix", [".nrrd", ".nhdr"])
+def test_damaged_compressed_nrrds(tmp_path: Path, suffix: str, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / f"scan{suffix}"
+    SimpleITK.WriteImage(itk_image(), str(path), useCompression=True)
+    assert np.array_equal(read_scan(path).voxels, ct_values())
+    data, named = (path, "") if suffix == ".nrrd" else (tmp_path / "scan.raw.gz", " in scan.raw.gz")
+    whole = data.read_bytes()
+    start = whole.index(b"\n\n") + 2 if suffix == ".nrrd" else 0
+    for at in (start + 40, (start + len(whole)) // 2, len(whole) - 6):
+        damaged = bytearray(whole)
+        damaged[at] ^= 0x40
+        data.write_bytes(damaged)
+        words = refusal(path)
+        assert f"damaged compressed data{named} (" in words or "cut short" in words
+    data.write_bytes(whole[:start] + gzip.compress(bytes(3362)))
+    assert refusal(path).startswith(f": compressed data{named} of 3,362 bytes; expected 3,360, as the header says")
+    data.write_bytes(whole[: start + 900])
+    assert "is cut short (its compressed data end after " in refusal(path)
     assert capfd.readouterr() == ("", "")
 
 
