@@ -129,7 +129,11 @@ def _add_infer(commands: Any) -> None:
     )
     _add_model(parser)
     _add_which(parser)
-    add("--format", choices=("nii.gz", "mha", "nrrd"), help="of the mask; default: like the scan's")
+    add(
+        "--format",
+        choices=("nii.gz", "mha", "nrrd", "dcm"),
+        help="of the mask; default: like the scan's; dcm: a DICOM segmentation, of a DICOM series only",
+    )
     add(
         "--report",
         type=_ends_in(".json", "--report", "the report's name", scans_before=True),

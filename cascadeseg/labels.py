@@ -6,6 +6,14 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class Code:
+    """A concept of SNOMED CT: its identifier, and what it means in words."""
+
+    value: str
+    meaning: str
+
+
+@dataclass(frozen=True)
 class Label:
     """One structure of the label map.
 
@@ -15,7 +23,8 @@ class Label:
         title: the reader's name (tables, previews).
         side: ``"right"`` or ``"left"``, always the patient's.
         colour: RGB, 0-255.
-        snomed: SNOMED CT concept identifier.
+        snomed: SNOMED CT concept identifier of the structure with its side.
+        laterality: the side as a concept of its own, as DICOM has it.
     """
 
     value: int
@@ -24,11 +33,14 @@ class Label:
     side: str
     colour: tuple[int, int, int]
     snomed: str
+    laterality: Code
 
 
 BACKGROUND = 0
-RIGHT_LUNG = Label(1, "lung_right", "right lung", "right", (64, 160, 255), "3341006")
-LEFT_LUNG = Label(2, "lung_left", "left lung", "left", (255, 150, 60), "44029006")
+RIGHT_LUNG = Label(1, "lung_right", "right lung", "right", (64, 160, 255), "3341006", Code("24028007", "Right"))
+LEFT_LUNG = Label(2, "lung_left", "left lung", "left", (255, 150, 60), "44029006", Code("7771000", "Left"))
 LUNGS = (RIGHT_LUNG, LEFT_LUNG)
+ANATOMICAL_STRUCTURE = Code("123037004", "Anatomical Structure")
+LUNG = Code("39607008", "Lung")
 IGNORE = 255
 """Voxels of a *reference* that count for neither side (never written by `infer`)."""

@@ -10,7 +10,16 @@ from pathlib import Path
 
 from cascadeseg.atomic import staged
 from cascadeseg.errors import CascadesegError, ConfigError, OutputError, ScanError
-from cascadeseg.formats import MASK_SUFFIXES, check_writable, find_scans, stem_of, suffix_of
+from cascadeseg.formats import (
+    LABEL_SUFFIXES,
+    SEGMENTATION_SUFFIX,
+    check_writable,
+    find_scans,
+    is_not_dicom,
+    not_of_dicom,
+    stem_of,
+    suffix_of,
+)
 
 ENDING = "_lungs"
 BESIDE = ""
@@ -117,6 +126,8 @@ def plan(scans: Sequence[Found], wishes: Wishes, *, several: bool) -> list[Job]:
     if wishes.resume:
         jobs = [job for job in jobs if not _is_done(job, wishes)]
     for job in jobs:
+        if suffix_of(job.labels) == SEGMENTATION_SUFFIX and is_not_dicom(job.scan):
+            raise not_of_dicom(job.labels)
         _refuse_overwriting(job, wishes.force or wishes.resume)
     if wishes.table is not None and not _is_made(wishes.table.parent, jobs):
         check_place(wishes.table)
@@ -155,7 +166,7 @@ def _refuse_single_files(wishes: Wishes) -> None:
             remedy = f"give {option} without a name: each scan then has its own, beside its mask"
             raise ConfigError(f"{option} {wish}", "one file for several scans", remedy=remedy)
     output = wishes.output or ""
-    if suffix_of(output) in MASK_SUFFIXES and not _is_folder(output):
+    if suffix_of(output) in LABEL_SUFFIXES and not _is_folder(output):
         raise OutputError(output, "one file for several scans", "a folder")
 
 
@@ -183,8 +194,8 @@ def _labels_path(found: Found, wishes: Wishes, several: bool) -> Path:
         folder = Path(wishes.output) / below
         return folder / name
     output = Path(wishes.output)
-    if suffix_of(output) not in MASK_SUFFIXES:
-        kinds = f"a name that ends in {', '.join(MASK_SUFFIXES)}, or a folder"
+    if suffix_of(output) not in LABEL_SUFFIXES:
+        kinds = f"a name that ends in {', '.join(LABEL_SUFFIXES)}, or a folder"
         raise OutputError(output, f"unknown suffix '{suffix_of(output)}'", kinds)
     if wishes.suffix and suffix_of(output) != wishes.suffix:
         raise ConfigError(f"--format {wishes.suffix[1:]}", f"the output is to be {output}", remedy="leave one out")

@@ -358,6 +358,22 @@ def test_where_the_mask_goes(tmp_path: Path, name: str, arguments: list[str], ex
     assert read_labels(tmp_path / expected)[1].shape == SHAPE
 
 
+def test_a_dicom_segmentation_of_a_dicom_series(tmp_path: Path) -> None:
+    import highdicom
+
+    hu = np.full(SHAPE, 40, np.int16)
+    hu[3:9, 5:15, 4:12], hu[14:22, 5:15, 4:12] = -800, -1000
+    write_series(tmp_path / "ct", hu, Grid.axis_aligned(SHAPE, (2, 2, 5)))
+    assert run("infer", "ct") == 0
+    for arguments in (["--format", "dcm"], ["--format", "dcm", "--force"], ["-o", "ct/mask.dcm"]):
+        assert run("infer", "ct", *arguments) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ct", "ct_lungs.dcm", "ct_lungs.nii.gz"]
+    labels, _ = read_labels(tmp_path / "ct_lungs.nii.gz")
+    for path in (tmp_path / "ct_lungs.dcm", tmp_path / "ct" / "mask.dcm"):
+        volume = highdicom.seg.segread(path).get_volume(combine_segments=True)
+        assert [np.count_nonzero(volume.array == n) for n in (1, 2)] == [np.count_nonzero(labels == n) for n in (1, 2)]
+
+
 def test_masks_of_mha_and_nrrd_are_of_their_kind(tmp_path: Path) -> None:
     import SimpleITK
 
@@ -629,7 +645,7 @@ def test_mistakes_in_the_call_are_one_line(tmp_path: Path, refused: Refused) -> 
     refused(["infer", scan, "--device", "gpu"], "--device: gpu; expected auto, cpu, cuda, cuda:N or mps")
     refused(["infer", scan, "--device", "cuda:7"], "--device: cuda:7, but this machine has no cuda device")
     refused(["infer", scan, "--model", "broken"], "broken: no readable model.json")
-    refused(["infer", scan, "--format", "dcm"], "invalid choice: 'dcm'")
+    refused(["infer", scan, "--format", "png"], "invalid choice: 'png'")
     refused(["infer", scan, "--volume", "first"], "invalid int value: 'first'")
     refused(["infer", scan, "--quiet", "--verbose"], "not allowed with")
     refused(["infer", scan, other, "--report", "r.json"], "--report r.json: one file for several scans")
@@ -758,6 +774,11 @@ def test_outputs_are_refused_before_any_work(tmp_path: Path, refused: Refused, m
     refused(["infer", ""], "'': an empty name; expected a scan or a folder of scans")
     refused(["infer", scan, "-o", "out.json/"], "out.json: a file; expected a folder")
     refused(["infer", scan, "-o", "m.nii.gz", "--report", "no/r.json"], "r.json: the folder no does not exist")
+    refused(
+        ["infer", scan, "--format", "dcm"], "a_lungs.dcm: a DICOM segmentation, and its scan is not DICOM; expected"
+    )
+    write_series(tmp_path / "ct", np.full(SHAPE, 40, np.int16), Grid.axis_aligned(SHAPE, (2, 2, 5)))
+    refused(["infer", "ct", "-o", "ct/slice001.dcm", "--force"], "slice001.dcm: a file that is no DICOM segmentation")
     twin = make_scan(tmp_path / "a.nii")
     refused(["infer", scan, twin, "-o", "out", "--format", "nrrd"], "a_lungs.nrrd: the result of", "one scan for each")
 

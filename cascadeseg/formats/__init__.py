@@ -1,17 +1,29 @@
 """Reading and writing scans and masks. Importing this loads none of nibabel, SimpleITK and pydicom."""
 
 from cascadeseg.formats.find import find_scans
-from cascadeseg.formats.names import MASK_SUFFIXES, SCAN_SUFFIXES, stem_of, suffix_of
+from cascadeseg.formats.names import (
+    LABEL_SUFFIXES,
+    MASK_SUFFIXES,
+    SCAN_SUFFIXES,
+    SEGMENTATION_SUFFIX,
+    is_not_dicom,
+    stem_of,
+    suffix_of,
+)
 from cascadeseg.formats.read import read_labels, read_scan, scan_of
 from cascadeseg.formats.scan import Scan
-from cascadeseg.formats.write import check_writable, write_labels, write_scan
+from cascadeseg.formats.write import check_writable, not_of_dicom, write_labels, write_scan
 
 __all__ = [
+    "LABEL_SUFFIXES",
     "MASK_SUFFIXES",
     "SCAN_SUFFIXES",
+    "SEGMENTATION_SUFFIX",
     "Scan",
     "check_writable",
     "find_scans",
+    "is_not_dicom",
+    "not_of_dicom",
     "read_labels",
     "read_scan",
     "scan_of",

@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from cascadeseg.errors import ScanError
-from cascadeseg.formats.names import SCAN_SUFFIXES, is_mask_name, suffix_of
+from cascadeseg.formats.names import DICOM_SUFFIXES, SCAN_SUFFIXES, is_mask_name, suffix_of
 
-DICOM_SUFFIXES = (".dcm", ".ima")
 DICOM_DIRECTORY = "DICOMDIR"
 """The index of a disk, by its name; what it lists lies in folders beside it."""
 GROUP_LENGTHS = (b"\2\0\0\0", b"\x08\0\0\0")
@@ -121,7 +120,7 @@ def _may_be_dicom(file: Path) -> bool:
     if file.name.upper() == DICOM_DIRECTORY:
         return False
     if suffix_of(file) in SCAN_SUFFIXES:
-        return suffix_of(file) in DICOM_SUFFIXES
+        return suffix_of(file) in DICOM_SUFFIXES and not is_mask_name(file)
     try:
         with file.open("rb") as stream:
             return looks_like_dicom(stream.read(132))

@@ -5,9 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 MASK_SUFFIXES = (".nii.gz", ".nii", ".mha", ".mhd", ".nrrd")
-"""What `write_labels` and `write_scan` can write."""
+"""What `write_scan` can write, and `read_labels` read."""
 
-SCAN_SUFFIXES = (*MASK_SUFFIXES, ".nhdr", ".hdr", ".dcm", ".ima", ".zip")
+SEGMENTATION_SUFFIX = ".dcm"
+"""Of a DICOM segmentation, which `write_labels` makes of a DICOM series only."""
+
+LABEL_SUFFIXES = (*MASK_SUFFIXES, SEGMENTATION_SUFFIX)
+"""What `write_labels` can write."""
+
+DICOM_SUFFIXES = (".dcm", ".ima")
+
+SCAN_SUFFIXES = (*MASK_SUFFIXES, ".nhdr", ".hdr", *DICOM_SUFFIXES, ".zip")
 """What `read_scan` reads by name (a DICOM file may have any other name; a series may be a folder)."""
 
 MASK_ENDINGS = ("_lungs", "_ref", "_mask", "_seg", "_label", "_labels")
@@ -26,6 +34,12 @@ def stem_of(path: str | Path) -> str:
     name = Path(path).name
     suffix = suffix_of(name)
     return name[: -len(suffix)] if suffix in SCAN_SUFFIXES else name
+
+
+def is_not_dicom(path: str | Path) -> bool:
+    """Whether a scan, by its name, is a file of another format."""
+    other = set(SCAN_SUFFIXES) - {*DICOM_SUFFIXES, ".zip"}
+    return suffix_of(path) in other and not Path(path).is_dir()
 
 
 def is_mask_name(path: str | Path) -> bool:

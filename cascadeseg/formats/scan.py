@@ -67,11 +67,13 @@ class DicomSeries:
         study_uid: StudyInstanceUID.
         series_uid: SeriesInstanceUID.
         files: the slices' files in order along the normal.
+        archive: the zip that they lie in; empty if they lie in none.
     """
 
     study_uid: str
     series_uid: str
     files: tuple[str, ...]
+    archive: str = ""
 
 
 Before = Callable[[Scan], object]

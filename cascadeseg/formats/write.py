@@ -10,15 +10,15 @@ import numpy.typing as npt
 
 from cascadeseg.atomic import staged
 from cascadeseg.errors import OutputError
-from cascadeseg.formats.names import MASK_SUFFIXES, suffix_of
-from cascadeseg.formats.scan import Scan
+from cascadeseg.formats.names import LABEL_SUFFIXES, MASK_SUFFIXES, SEGMENTATION_SUFFIX, suffix_of
+from cascadeseg.formats.scan import DicomSeries, Scan
 from cascadeseg.geometry import Grid
 
 
 def check_writable(path: str | Path) -> None:
-    """Raises OutputError if a mask or scan could not be written here; call it before any work is done."""
+    """Raises OutputError if a mask could not be written here; call it before any work is done."""
     path = Path(path)
-    _refuse_suffix(path)
+    _refuse_name(path)
     with staged(path) as part:
         part.touch()
         part.unlink()
@@ -28,11 +28,12 @@ def write_labels(labels: npt.NDArray[np.uint8], path: str | Path, scan: Scan) ->
     """Writes a label map beside its scan, compressed, on the scan's exact grid.
 
     NIfTI from NIfTI has the forms, codes and units of the scan bit for bit; MHA and NRRD from MHA or NRRD the
-    exact origin, spacing and direction; from one kind to the other they are made from the grid.
+    exact origin, spacing and direction; from one kind to the other they are made from the grid. A DICOM segmentation
+    (SEG) is of a DICOM series only, belongs to its study, and names its slices, which are read again for it.
 
     Args:
         labels: (X, Y, Z) uint8, on ``scan.grid``.
-        path: its suffix decides the format, one of `MASK_SUFFIXES`.
+        path: its suffix decides the format, one of `LABEL_SUFFIXES`.
         scan: what the labels are of.
 
     Raises:
@@ -47,13 +48,17 @@ def write_scan(voxels: npt.NDArray[Any], grid: Grid, path: str | Path) -> None:
     Raises:
         OutputError: it could not be written; nothing is left behind.
     """
+    if suffix_of(path) == SEGMENTATION_SUFFIX:
+        raise OutputError(path, "a scan as DICOM", f"one of {' '.join(MASK_SUFFIXES)}")
     _write(voxels, grid, Path(path), None, is_labels=False)
 
 
 def _write(voxels: npt.NDArray[Any], grid: Grid, path: Path, native: object, *, is_labels: bool) -> None:
     if voxels.shape != grid.shape:
         raise ValueError(f"voxels of shape {voxels.shape} on a grid of {grid.shape}")
-    _refuse_suffix(path)
+    _refuse_name(path)
+    if suffix_of(path) == SEGMENTATION_SUFFIX and not isinstance(native, DicomSeries):
+        raise not_of_dicom(path)
     with staged(path) as part:
         try:
             verified = _encode(voxels, grid, part, native, is_labels)
@@ -72,6 +77,11 @@ def _encode(voxels: npt.NDArray[Any], grid: Grid, part: Path, native: object, is
         header = nifti.header_for(grid, voxels.dtype, native, is_labels=is_labels)
         nifti.write_nifti(voxels, header, part)
         return nifti.holds(part, voxels, header)
+    if isinstance(native, DicomSeries) and suffix_of(part) == SEGMENTATION_SUFFIX:
+        from cascadeseg.formats import dicom_seg
+
+        dicom_seg.write_segmentation(voxels, grid, native, part)
+        return dicom_seg.holds(part, voxels, grid)
     from cascadeseg.formats import itk
 
     geometry = native if isinstance(native, itk.ItkGeometry) else itk.ItkGeometry.of_grid(grid)
@@ -79,8 +89,19 @@ def _encode(voxels: npt.NDArray[Any], grid: Grid, part: Path, native: object, is
     return itk.holds(part, voxels, geometry)
 
 
-def _refuse_suffix(path: Path) -> None:
+def not_of_dicom(path: Path) -> OutputError:
+    """The refusal of a DICOM segmentation whose scan is none."""
+    found = "a DICOM segmentation, and its scan is not DICOM"
+    return OutputError(path, found, "the DICOM series itself, whose study it belongs to", "or choose another format")
+
+
+def _refuse_name(path: Path) -> None:
     suffix = suffix_of(path)
-    if suffix not in MASK_SUFFIXES:
+    if suffix not in LABEL_SUFFIXES:
         found = f"unknown suffix '{suffix}'" if suffix else "a name without a suffix"
-        raise OutputError(path, found, f"one of {' '.join(MASK_SUFFIXES)}")
+        raise OutputError(path, found, f"one of {' '.join(LABEL_SUFFIXES)}")
+    if suffix == SEGMENTATION_SUFFIX and path.is_file():
+        from cascadeseg.formats import dicom_seg
+
+        if not dicom_seg.is_segmentation(path):  # a slice of the scan, perhaps
+            raise OutputError(path, "a file that is no DICOM segmentation", "", "choose another name")

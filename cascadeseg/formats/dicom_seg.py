@@ -1,0 +1,168 @@
+"""Writing a DICOM segmentation (SEG) of the series that a scan came from, for viewers and archives.
+
+Binary, a segment for each lung, a frame for each slice that has some of it, in the series' study and frame of
+reference, with references to its slices. highdicom does it, pydicom reads it back; dcmqi is a program beside, and
+pydicom alone knows none of the standard's rules of what must be there.
+"""
+
+from __future__ import annotations
+
+import warnings
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pydicom
+
+from cascadeseg._version import __version__
+from cascadeseg.formats.placement import LPS_TO_RAS
+from cascadeseg.formats.scan import DicomSeries
+from cascadeseg.geometry import Affine, Grid
+from cascadeseg.labels import ANATOMICAL_STRUCTURE, LUNG, LUNGS, Code, Label
+
+SERIES_NUMBER_ABOVE = 1000
+"""The segmentation's SeriesNumber is the scan's and this: other segmentations of the study are seldom there."""
+MAY_BE_EMPTY = (
+    *("PatientID", "PatientName", "PatientBirthDate", "PatientSex"),
+    *("AccessionNumber", "StudyID", "StudyDate", "StudyTime"),
+)
+"""What the standard wants in every object, if need be without a value (type 2)."""
+
+
+def write_segmentation(labels: npt.NDArray[np.uint8], grid: Grid, series: DicomSeries, path: Path) -> None:
+    """Writes a label map of a series as DICOM SEG; only the slices from the first with lung to the last are looked at.
+
+    Args:
+        labels: (X, Y, Z) uint8; X along the slices' rows.
+        grid: where they lie.
+        series: what they are of; its files are read again, without their pixels.
+        path: of the new file.
+
+    Raises:
+        RuntimeError: the series' files are gone, or are no base for a segmentation.
+    """
+    with _quiet_highdicom() as highdicom:
+        try:
+            sources = _headers(series, grid.spacing_mm[2])
+            layers = np.flatnonzero(labels.any(axis=(0, 1)))
+            first, last = (int(layers[0]), int(layers[-1])) if len(layers) else (0, 0)
+            volume = highdicom.Volume(
+                np.ascontiguousarray(labels[:, :, first : last + 1].T),
+                _slices_first(grid, first),
+                coordinate_system="PATIENT",
+                frame_of_reference_uid=sources[0].FrameOfReferenceUID,
+            )
+            segmentation = highdicom.seg.Segmentation(
+                source_images=sources,
+                pixel_array=volume,
+                segmentation_type="BINARY",
+                segment_descriptions=[_described(label, highdicom) for label in LUNGS],
+                series_instance_uid=highdicom.UID(),
+                series_number=SERIES_NUMBER_ABOVE + int(sources[0].get("SeriesNumber", None) or 0),
+                sop_instance_uid=highdicom.UID(),
+                instance_number=1,
+                manufacturer="cascadeseg",
+                manufacturer_model_name="cascadeseg",
+                software_versions=__version__,
+                device_serial_number="0",
+                content_label="LUNGS",
+                content_description="Right and left lung",
+                series_description="Lungs (cascadeseg)",
+                omit_empty_frames=len(layers) > 0,
+            )
+            segmentation.save_as(path)
+        except (AttributeError, KeyError, TypeError, ValueError, zipfile.BadZipFile) as problem:
+            raise RuntimeError(f"no DICOM segmentation of this series can be made: {problem}") from problem
+
+
+def holds(path: Path, labels: npt.NDArray[np.uint8], grid: Grid) -> bool:
+    """Whether a file, read back frame by frame by pydicom, is the label map that `write_segmentation` was given."""
+    to_index = np.linalg.inv(_slices_first(grid, 0))
+    layers = range(labels.shape[2])
+    missing = {(label.value, z) for label in LUNGS for z in layers if (labels[:, :, z] == label.value).any()}
+    frames = pydicom.dcmread(path, stop_before_pixels=True).PerFrameFunctionalGroupsSequence
+    for frame, pixels in zip(frames, pydicom.pixels.iter_pixels(path), strict=True):
+        position = frame.PlanePositionSequence[0].ImagePositionPatient
+        index = (to_index @ [*map(float, position), 1])[:3]
+        layer = round(index[0])
+        value = frame.SegmentIdentificationSequence[0].ReferencedSegmentNumber
+        in_place = layer in layers and np.allclose(index, (layer, 0, 0), atol=1e-3)
+        if not in_place or not np.array_equal(pixels != 0, value == labels[:, :, layer].T):
+            return False
+        missing.discard((value, layer))
+    return not missing
+
+
+def is_segmentation(path: Path) -> bool:
+    """Whether a file is a DICOM segmentation, which a new one may replace."""
+    try:
+        return bool(pydicom.dcmread(path, specific_tags=["Modality"]).get("Modality", "") == "SEG")
+    except (pydicom.errors.InvalidDicomError, OSError):
+        return False
+
+
+def _headers(series: DicomSeries, thickness_mm: float) -> list[Any]:
+    """The series' files in order, without their pixels, made complete where the standard wants more than they have."""
+    headers = []
+    with zipfile.ZipFile(series.archive) if series.archive else nullcontext() as archive:
+        for name in dict.fromkeys(series.files):  # the frames of an enhanced CT share one
+            try:
+                with archive.open(name) if archive else Path(name).open("rb") as stream:
+                    headers.append(pydicom.dcmread(stream, force=True, stop_before_pixels=True))
+            except OSError as problem:
+                raise RuntimeError(f"the series cannot be read again: {problem}") from problem
+    frame_of_reference = headers[0].get("FrameOfReferenceUID", None) or pydicom.uid.generate_uid()
+    for header in headers:
+        header.FrameOfReferenceUID = header.get("FrameOfReferenceUID", None) or frame_of_reference
+        for keyword in MAY_BE_EMPTY:
+            setattr(header, keyword, header.get(keyword, None))
+        frames = [
+            *header.get("SharedFunctionalGroupsSequence", []),
+            *header.get("PerFrameFunctionalGroupsSequence", []),
+        ]
+        for measures in (item for frame in frames for item in frame.get("PixelMeasuresSequence", [])):
+            measures.SliceThickness = measures.get("SliceThickness", None) or thickness_mm
+    return headers
+
+
+def _slices_first(grid: Grid, first: int) -> Affine:
+    """(4, 4) index (slice from ``first`` on, row, column) to LPS+ mm."""
+    affine = LPS_TO_RAS @ grid.affine  # either way the same signs
+    affine[:3, 3] += first * affine[:3, 2]
+    return np.asarray(affine[:, [2, 1, 0, 3]])
+
+
+def _described(label: Label, highdicom: Any) -> Any:
+    def concept(code: Code) -> Any:
+        return highdicom.sr.CodedConcept(code.value, "SCT", code.meaning)
+
+    described = highdicom.seg.SegmentDescription(
+        segment_number=label.value,
+        segment_label=label.title,
+        segmented_property_category=concept(ANATOMICAL_STRUCTURE),
+        segmented_property_type=concept(LUNG),
+        algorithm_type="AUTOMATIC",
+        algorithm_identification=highdicom.AlgorithmIdentificationSequence(
+            name="cascadeseg",
+            version=__version__,
+            family=highdicom.sr.CodedConcept("123110", "DCM", "Artificial Intelligence"),
+        ),
+        display_color=highdicom.color.CIELabColor.from_rgb(*label.colour),
+    )
+    kind = described.SegmentedPropertyTypeCodeSequence[0]
+    kind.SegmentedPropertyTypeModifierCodeSequence = [concept(label.laterality)]
+    return described
+
+
+@contextmanager
+def _quiet_highdicom() -> Iterator[Any]:
+    """highdicom, imported here as it takes 0.3 s; it warns of every patient whose name has no caret."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import highdicom
+
+        yield highdicom

@@ -1,0 +1,184 @@
+"""DICOM segmentations: highdicom as reader, every voxel where it was, references to the slices, refusals."""
+
+from __future__ import annotations
+
+import shutil
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import highdicom
+import numpy as np
+import numpy.typing as npt
+import pydicom
+import pytest
+
+from cascadeseg.errors import OutputError
+from cascadeseg.formats import check_writable, find_scans, read_scan, write_labels, write_scan
+from cascadeseg.formats.dicom_seg import holds
+from cascadeseg.geometry import Grid
+from tests.formats.dicom_series import write_enhanced, write_series
+from tests.formats.volumes import ORIENTATIONS, SHAPE, affine_of, ct_values, oblique_grid, rotation
+
+pytestmark = pytest.mark.filterwarnings("ignore:The string .* is unlikely:UserWarning")
+
+LPS = np.array([-1.0, -1.0, 1.0])
+
+
+def lung_labels(shape: tuple[int, int, int] = SHAPE) -> npt.NDArray[np.uint8]:
+    """Two lungs of unlike shape, neither in the first slice nor in the last."""
+    labels = np.zeros(shape, np.uint8, order="F")
+    labels[1:5, 2:9, 2:-2] = 1
+    labels[7:11, 3:12, 1:-3] = 2
+    labels[4, 5, 3] = 2
+    return labels
+
+
+def places(labels: npt.NDArray[Any], affine: npt.NDArray[np.float64], value: int) -> npt.NDArray[np.float64]:
+    """(n, 3) mm: the voxels of a label, sorted."""
+    points = np.argwhere(labels == value) @ affine[:3, :3].T + affine[:3, 3]
+    return points[np.lexsort(points.round(2).T)]
+
+
+def check_places(path: Path, labels: npt.NDArray[np.uint8], grid: Grid) -> Any:
+    """That a segmentation, read by highdicom, has every voxel of the labels at its place, and no others."""
+    segmentation = highdicom.seg.segread(path)
+    volume = segmentation.get_volume(combine_segments=True, allow_missing_positions=True)
+    for value in (1, 2):
+        there, meant = places(volume.array, volume.affine, value), places(labels, grid.affine, value) * LPS
+        assert there.shape == meant.shape
+        assert np.allclose(there, meant[np.lexsort(meant.round(2).T)], atol=2e-3)
+    return segmentation
+
+
+@pytest.mark.parametrize("directions", [*ORIENTATIONS[::7], rotation(12, -7, 20)])
+def test_every_voxel_is_at_its_place_and_every_frame_names_its_slice(tmp_path: Path, directions: Any) -> None:
+    write_series(tmp_path / "ct", ct_values(), Grid(SHAPE, affine_of(directions)), SeriesNumber=3)
+    scan = read_scan(tmp_path / "ct")
+    labels = lung_labels()
+    write_labels(labels, tmp_path / "lungs.dcm", scan)
+    segmentation = check_places(tmp_path / "lungs.dcm", labels, scan.grid)
+    slices = [pydicom.dcmread(file) for file in (tmp_path / "ct").iterdir()]
+    positions = {slice_.SOPInstanceUID: list(map(float, slice_.ImagePositionPatient)) for slice_ in slices}
+    assert len(segmentation.PerFrameFunctionalGroupsSequence) == 6 + 6
+    for frame in segmentation.PerFrameFunctionalGroupsSequence:
+        named = frame.DerivationImageSequence[0].SourceImageSequence[0].ReferencedSOPInstanceUID
+        assert np.allclose(positions[named], list(map(float, frame.PlanePositionSequence[0].ImagePositionPatient)))
+    assert segmentation.StudyInstanceUID == slices[0].StudyInstanceUID
+    assert segmentation.SeriesInstanceUID != slices[0].SeriesInstanceUID
+    assert segmentation.SeriesNumber == 1003
+    assert segmentation.PatientID == "0"
+
+
+def test_what_the_segments_are(tmp_path: Path) -> None:
+    write_series(tmp_path / "ct", ct_values(), oblique_grid(), FrameOfReferenceUID="1.2.840.77")
+    write_labels(lung_labels(), tmp_path / "lungs.dcm", read_scan(tmp_path / "ct"))
+    segmentation = highdicom.seg.segread(tmp_path / "lungs.dcm")
+    assert (segmentation.Modality, segmentation.SegmentationType) == ("SEG", "BINARY")
+    assert segmentation.FrameOfReferenceUID == "1.2.840.77"
+    right, left = segmentation.SegmentSequence
+    for segment, number, title, side in ((right, 1, "right lung", "Right"), (left, 2, "left lung", "Left")):
+        kind = segment.SegmentedPropertyTypeCodeSequence[0]
+        assert (segment.SegmentNumber, segment.SegmentLabel, segment.SegmentAlgorithmType) == (
+            number,
+            title,
+            "AUTOMATIC",
+        )
+        assert (kind.CodeValue, kind.CodingSchemeDesignator) == ("39607008", "SCT")
+        assert kind.SegmentedPropertyTypeModifierCodeSequence[0].CodeMeaning == side
+
+
+@pytest.mark.parametrize("kind", ["zip", "enhanced", "a missing slice", "tilted"])
+def test_of_every_kind_of_series(tmp_path: Path, kind: str) -> None:
+    grid, folder = oblique_grid(), tmp_path / "ct"
+    if kind == "enhanced":
+        write_enhanced(folder / "ct.dcm", ct_values(), grid)
+    else:
+        more: dict[str, Any] = {"a missing slice": {"leave_out": [4]}, "tilted": {"shift_mm": (0, 0.7, 0)}}.get(
+            kind, {}
+        )
+        write_series(folder, ct_values(), grid, **more)
+    if kind == "zip":
+        with zipfile.ZipFile(tmp_path / "ct.zip", "w") as archive:
+            for file in sorted(folder.iterdir()):
+                archive.write(file, f"DICOM/{file.name}")
+        shutil.rmtree(folder)
+        folder = tmp_path / "ct.zip"
+    scan = read_scan(folder)
+    labels = lung_labels(scan.grid.shape)
+    write_labels(labels, tmp_path / "lungs.dcm", scan)
+    check_places(tmp_path / "lungs.dcm", labels, scan.grid)
+
+
+@pytest.mark.parametrize("values", [(), (1,), (2,)])
+def test_scans_without_a_lung(tmp_path: Path, values: tuple[int, ...]) -> None:
+    write_series(tmp_path / "ct", ct_values(), oblique_grid())
+    scan = read_scan(tmp_path / "ct")
+    labels = np.where(np.isin(lung_labels(), values), lung_labels(), np.uint8(0)).astype(np.uint8)
+    write_labels(labels, tmp_path / "lungs.dcm", scan)
+    segmentation = check_places(tmp_path / "lungs.dcm", labels, scan.grid)
+    assert len(segmentation.SegmentSequence) == 2
+
+
+def test_what_is_read_back_is_compared(tmp_path: Path) -> None:
+    write_series(tmp_path / "ct", ct_values(), oblique_grid())
+    scan, labels = read_scan(tmp_path / "ct"), lung_labels()
+    path = tmp_path / "lungs.dcm"
+    write_labels(labels, path, scan)
+    assert holds(path, labels, scan.grid)
+    for voxel, value in (((4, 5, 3), 0), ((6, 6, 6), 1), ((0, 0, 0), 2)):
+        other = labels.copy()
+        other[voxel] = value
+        assert not holds(path, other, scan.grid)
+    moved = scan.grid.affine.copy()
+    moved[:3, 3] += 0.1
+    assert not holds(path, labels, Grid(scan.grid.shape, moved))
+
+
+def test_refusals(tmp_path: Path) -> None:
+    write_scan(ct_values(), oblique_grid(), tmp_path / "ct.nii.gz")
+    with pytest.raises(OutputError, match=r"lungs\.dcm: a DICOM segmentation, and its scan is not DICOM; expected the"):
+        write_labels(lung_labels(), tmp_path / "lungs.dcm", read_scan(tmp_path / "ct.nii.gz"))
+    with pytest.raises(OutputError, match=r"ct\.dcm: a scan as DICOM; expected one of \.nii\.gz"):
+        write_scan(ct_values(), oblique_grid(), tmp_path / "ct.dcm")
+    write_series(tmp_path / "ct", ct_values(), oblique_grid())
+    scan = read_scan(tmp_path / "ct")
+    shutil.rmtree(tmp_path / "ct")
+    with pytest.raises(OutputError, match=r"lungs\.dcm: cannot be written \(the series cannot be read again: .*slice"):
+        write_labels(lung_labels(), tmp_path / "lungs.dcm", scan)
+    write_series(tmp_path / "ct", ct_values(), oblique_grid(), StudyInstanceUID=None)
+    with pytest.raises(
+        OutputError, match=r"cannot be written \(no DICOM segmentation of this series can be made: .*St"
+    ):
+        write_labels(lung_labels(), tmp_path / "lungs.dcm", read_scan(tmp_path / "ct"))
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["ct", "ct.nii.gz"]
+
+
+def test_only_a_segmentation_is_overwritten(tmp_path: Path) -> None:
+    write_series(tmp_path / "ct", ct_values(), oblique_grid())
+    scan = read_scan(tmp_path / "ct")
+    slice_ = tmp_path / "ct" / "slice003.dcm"
+    before = slice_.read_bytes()
+    with pytest.raises(OutputError, match=r"slice003\.dcm: a file that is no DICOM segmentation; choose another name"):
+        check_writable(slice_)
+    with pytest.raises(OutputError, match="no DICOM segmentation; choose"):
+        write_labels(lung_labels(), slice_, scan)
+    assert slice_.read_bytes() == before
+    (tmp_path / "other.dcm").write_bytes(b"text")
+    with pytest.raises(OutputError, match="no DICOM segmentation; choose"):
+        check_writable(tmp_path / "other.dcm")
+    for _ in range(2):
+        check_writable(tmp_path / "lungs.dcm")
+        write_labels(lung_labels(), tmp_path / "lungs.dcm", scan)
+
+
+def test_segmentations_beside_and_among_slices_are_no_scans(tmp_path: Path) -> None:
+    for name in ("p1", "p2"):
+        write_series(tmp_path / name, ct_values(), oblique_grid(), study_uid=f"1.2.{name[1]}")
+        write_labels(lung_labels(), tmp_path / f"{name}_lungs.dcm", read_scan(tmp_path / name))
+    assert find_scans(tmp_path) == [tmp_path / "p1", tmp_path / "p2"]
+    before = read_scan(tmp_path / "p1")
+    write_labels(lung_labels(), tmp_path / "p1" / "any name.dcm", before)
+    after = read_scan(tmp_path / "p1")
+    assert np.array_equal(after.voxels, before.voxels)
+    assert after.warnings == before.warnings
