@@ -1,8 +1,8 @@
 """Writing a DICOM segmentation (SEG) of the series that a scan came from, for viewers and archives.
 
 Binary, a segment for each lung, a frame for each slice that has some of it, in the series' study and frame of
-reference, with references to its slices. highdicom does it, pydicom reads it back; dcmqi is a program beside, and
-pydicom alone knows none of the standard's rules of what must be there.
+reference, with references to its slices. highdicom does it; dcmqi is a program beside, and pydicom alone knows none of
+the standard's rules of what must be there.
 """
 
 from __future__ import annotations
@@ -80,21 +80,32 @@ def write_segmentation(labels: npt.NDArray[np.uint8], grid: Grid, series: DicomS
 
 
 def holds(path: Path, labels: npt.NDArray[np.uint8], grid: Grid) -> bool:
-    """Whether a file, read back frame by frame by pydicom, is the label map that `write_segmentation` was given."""
+    """Whether a file, read back frame by frame, is the label map that `write_segmentation` was given."""
     to_index = np.linalg.inv(_slices_first(grid, 0))
     layers = range(labels.shape[2])
     missing = {(label.value, z) for label in LUNGS for z in layers if (labels[:, :, z] == label.value).any()}
-    frames = pydicom.dcmread(path, stop_before_pixels=True).PerFrameFunctionalGroupsSequence
-    for frame, pixels in zip(frames, pydicom.pixels.iter_pixels(path), strict=True):
+    segmentation = pydicom.dcmread(path)
+    packed = np.frombuffer(segmentation.PixelData, np.uint8)
+    for number, frame in enumerate(segmentation.PerFrameFunctionalGroupsSequence):
         position = frame.PlanePositionSequence[0].ImagePositionPatient
         index = (to_index @ [*map(float, position), 1])[:3]
         layer = round(index[0])
         value = frame.SegmentIdentificationSequence[0].ReferencedSegmentNumber
-        in_place = layer in layers and np.allclose(index, (layer, 0, 0), atol=1e-3)
-        if not in_place or not np.array_equal(pixels != 0, value == labels[:, :, layer].T):
+        if layer not in layers or not np.allclose(index, (layer, 0, 0), atol=1e-3):
+            return False
+        expected = value == labels[:, :, layer].T
+        if not np.array_equal(_frame(packed, number, expected.shape), expected):
             return False
         missing.discard((value, layer))
     return not missing
+
+
+def _frame(packed: npt.NDArray[np.uint8], number: int, shape: tuple[int, int]) -> npt.NDArray[np.uint8]:
+    """(rows, columns) of a frame of bits, which lie one behind the other: it may begin inside a byte."""
+    count = shape[0] * shape[1]
+    start = number * count
+    bits = np.unpackbits(packed[start // 8 : -(-(start + count) // 8)], bitorder="little")
+    return bits[start % 8 :][:count].reshape(shape)
 
 
 def is_segmentation(path: Path) -> bool:

@@ -110,6 +110,21 @@ def test_of_every_kind_of_series(tmp_path: Path, kind: str) -> None:
     check_places(tmp_path / "lungs.dcm", labels, scan.grid)
 
 
+def test_frames_that_begin_inside_a_byte_and_a_single_one(tmp_path: Path) -> None:
+    shape = (13, 15, 10)
+    write_series(tmp_path / "ct", ct_values(shape), Grid(shape, affine_of()))
+    scan = read_scan(tmp_path / "ct")
+    labels = lung_labels(shape)
+    single = np.zeros_like(labels)
+    single[3, 2, -1] = 1
+    for number, meant in enumerate((labels, single)):
+        write_labels(meant, tmp_path / f"{number}.dcm", scan)
+        check_places(tmp_path / f"{number}.dcm", meant, scan.grid)
+        other = meant.copy()
+        other[12, 14, 4 if number == 0 else 9] = 1
+        assert not holds(tmp_path / f"{number}.dcm", other, scan.grid)
+
+
 @pytest.mark.parametrize("values", [(), (1,), (2,)])
 def test_scans_without_a_lung(tmp_path: Path, values: tuple[int, ...]) -> None:
     write_series(tmp_path / "ct", ct_values(), oblique_grid())
