@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pydicom
+from pydicom.valuerep import DA, TM
 
 from cascadeseg._version import __version__
 from cascadeseg.formats.placement import LPS_TO_RAS
@@ -26,11 +27,16 @@ from cascadeseg.labels import ANATOMICAL_STRUCTURE, LUNG, LUNGS, Code, Label
 
 SERIES_NUMBER_ABOVE = 1000
 """The segmentation's SeriesNumber is the scan's and this: other segmentations of the study are seldom there."""
-MAY_BE_EMPTY = (
-    *("PatientID", "PatientName", "PatientBirthDate", "PatientSex"),
-    *("AccessionNumber", "StudyID", "StudyDate", "StudyTime"),
-)
-"""What the standard wants in every object, if need be without a value (type 2)."""
+ALIKE = ("StudyInstanceUID", "FrameOfReferenceUID", "ImageOrientationPatient", "PixelSpacing")
+"""What the slices of a scan have alike, but for a hair; highdicom does not allow for one."""
+LARGEST_NUMBER = (1 << 31) - 1
+MAY_BE_EMPTY: dict[str, Callable[[str], object]] = {
+    **dict.fromkeys(("PatientID", "PatientName", "AccessionNumber", "StudyID"), str),
+    **dict.fromkeys(("PatientBirthDate", "StudyDate"), DA),
+    "StudyTime": TM,
+    "PatientSex": ("M", "F", "O", "").index,
+}
+"""What the standard wants in every object, if need be without a value (type 2), and what raises at unfit values."""
 
 
 def write_segmentation(labels: npt.NDArray[np.uint8], grid: Grid, series: DicomSeries, path: Path) -> None:
@@ -62,7 +68,7 @@ def write_segmentation(labels: npt.NDArray[np.uint8], grid: Grid, series: DicomS
                 segmentation_type="BINARY",
                 segment_descriptions=[_described(label, highdicom) for label in LUNGS],
                 series_instance_uid=highdicom.UID(),
-                series_number=SERIES_NUMBER_ABOVE + int(sources[0].get("SeriesNumber", None) or 0),
+                series_number=min(SERIES_NUMBER_ABOVE + int(sources[0].get("SeriesNumber", None) or 0), LARGEST_NUMBER),
                 sop_instance_uid=highdicom.UID(),
                 instance_number=1,
                 manufacturer="cascadeseg",
@@ -111,13 +117,13 @@ def _frame(packed: npt.NDArray[np.uint8], number: int, shape: tuple[int, int]) -
 def is_segmentation(path: Path) -> bool:
     """Whether a file is a DICOM segmentation, which a new one may replace."""
     try:
-        return bool(pydicom.dcmread(path, specific_tags=["Modality"]).get("Modality", "") == "SEG")
+        return bool(pydicom.dcmread(path, stop_before_pixels=True).get("Modality", "") == "SEG")
     except (pydicom.errors.InvalidDicomError, OSError):
         return False
 
 
 def _headers(series: DicomSeries, thickness_mm: float) -> list[Any]:
-    """The series' files in order, without their pixels, made complete where the standard wants more than they have."""
+    """The series' files in order, without their pixels, as highdicom wants them."""
     headers = []
     with zipfile.ZipFile(series.archive) if series.archive else nullcontext() as archive:
         for name in dict.fromkeys(series.files):  # the frames of an enhanced CT share one
@@ -126,18 +132,27 @@ def _headers(series: DicomSeries, thickness_mm: float) -> list[Any]:
                     headers.append(pydicom.dcmread(stream, force=True, stop_before_pixels=True))
             except OSError as problem:
                 raise RuntimeError(f"the series cannot be read again: {problem}") from problem
-    frame_of_reference = headers[0].get("FrameOfReferenceUID", None) or pydicom.uid.generate_uid()
+    first = headers[0]
+    first.FrameOfReferenceUID = first.get("FrameOfReferenceUID", None) or pydicom.uid.generate_uid()
     for header in headers:
-        header.FrameOfReferenceUID = header.get("FrameOfReferenceUID", None) or frame_of_reference
-        for keyword in MAY_BE_EMPTY:
-            setattr(header, keyword, header.get(keyword, None))
-        frames = [
-            *header.get("SharedFunctionalGroupsSequence", []),
-            *header.get("PerFrameFunctionalGroupsSequence", []),
-        ]
-        for measures in (item for frame in frames for item in frame.get("PixelMeasuresSequence", [])):
-            measures.SliceThickness = measures.get("SliceThickness", None) or thickness_mm
+        for keyword in [keyword for keyword in ALIKE if keyword in first]:
+            setattr(header, keyword, first.get(keyword))
+        _complete(header, thickness_mm)
     return headers
+
+
+def _complete(header: Any, thickness_mm: float) -> None:
+    """Adds what the standard wants and is not there, and empties what breaks it, so that no mask is lost for that."""
+    for keyword, checked in MAY_BE_EMPTY.items():
+        try:
+            checked(value := header.get(keyword, None) or "")
+        except ValueError:  # "19XX", which highdicom would refuse
+            value = ""
+        setattr(header, keyword, value)
+    groups = ("SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence")  # of an enhanced CT
+    frames = [frame for group in groups for frame in header.get(group, [])]
+    for measures in (header, *(item for frame in frames for item in frame.get("PixelMeasuresSequence", []))):
+        measures.SliceThickness = measures.get("SliceThickness", None) or thickness_mm
 
 
 def _slices_first(grid: Grid, first: int) -> Affine:

@@ -125,6 +125,35 @@ def test_frames_that_begin_inside_a_byte_and_a_single_one(tmp_path: Path) -> Non
         assert not holds(tmp_path / f"{number}.dcm", other, scan.grid)
 
 
+@pytest.mark.parametrize(
+    ("tags", "expected"),
+    [
+        ({"PatientBirthDate": "19XX", "StudyDate": "2007-04-04", "StudyTime": "25:61", "PatientSex": "male"}, ""),
+        ({"PatientName": None, "PatientID": None, "SliceThickness": None}, ""),
+        ({"StudyID": "x" * 20, "AccessionNumber": "1" * 30, "PatientID": "p" * 80}, None),
+        ({"SpecificCharacterSet": "ISO_IR 192", "PatientName": "山田^太郎", "StudyDate": "20070404"}, None),
+        ({"SeriesNumber": (1 << 31) - 2}, (1 << 31) - 1),
+        ({"FrameOfReferenceUID": lambda k: f"1.2.{k + 3}"}, "1.2.3"),
+        ({"StudyInstanceUID": lambda k: f"1.2.{k + 3}"}, "1.2.3"),
+        ({"ImageOrientationPatient": lambda k: ["1", "0", "0", "0", "1", f"{4e-4 * (k % 2)}"]}, None),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_headers_that_break_the_fine_print(tmp_path: Path, tags: dict[str, Any], expected: Any) -> None:
+    settings = pydicom.config.settings
+    settings.reading_validation_mode, before = pydicom.config.IGNORE, settings.reading_validation_mode
+    try:
+        write_series(tmp_path / "ct", ct_values(), oblique_grid(), **tags)
+    finally:
+        settings.reading_validation_mode = before
+    scan = read_scan(tmp_path / "ct")
+    labels = lung_labels(scan.grid.shape)
+    write_labels(labels, tmp_path / "lungs.dcm", scan)
+    segmentation = check_places(tmp_path / "lungs.dcm", labels, scan.grid)
+    for tag in set(tags) - {"SliceThickness", "ImageOrientationPatient"}:
+        assert segmentation[tag].value == (tags[tag] if expected is None else expected)
+
+
 @pytest.mark.parametrize("values", [(), (1,), (2,)])
 def test_scans_without_a_lung(tmp_path: Path, values: tuple[int, ...]) -> None:
     write_series(tmp_path / "ct", ct_values(), oblique_grid())
