@@ -39,7 +39,6 @@ from cascadeseg.formats.dicom_pixels import values_reader
 from cascadeseg.formats.dicom_stack import Layer, Stack, stacks_of
 from cascadeseg.formats.find import DICOM_DIRECTORY
 from cascadeseg.formats.memory import refuse_oversized
-from cascadeseg.formats.names import suffix_of
 from cascadeseg.formats.placement import checked_grid, checked_spacing
 from cascadeseg.formats.scan import Before, DicomSeries, Scan, hollow, nothing
 
@@ -174,8 +173,7 @@ def _outline(stack: Stack, path: Path, odd: tuple[str, ...]) -> Scan:
     refuse_oversized(path, stack.shape, dtype.itemsize, None)
     grid, repaired = checked_grid(stack.shape, stack.affine, path)
     files = tuple(slice_.source.name for slice_ in stack.slices)
-    archive = str(path) if suffix_of(path) == ".zip" and path.is_file() else ""
-    native = DicomSeries(stack.series.study_uid, stack.series.uid, files, archive)
+    native = DicomSeries(stack.series.study_uid, stack.series.uid, files, stack.slices[0].source.archive)
     return Scan(hollow(stack.shape, dtype), grid, slope, intercept, str(path), native, (*odd, *repaired))
 
 

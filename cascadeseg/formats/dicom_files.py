@@ -57,10 +57,11 @@ _TAGS = [
 
 @dataclass(frozen=True)
 class Source:
-    """A file on disk or in a zip: its name for messages, and how to open it."""
+    """A file on disk or in a zip: its name, how to open it, and the zip that it lies in (empty if in none)."""
 
     name: str
     open: Callable[[], IO[bytes]]
+    archive: str = ""
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ def sources_of(path: Path) -> Iterator[list[Source]]:
         with zipfile.ZipFile(path) as archive:
             files = [info.filename for info in archive.infolist() if not info.is_dir()]
             names = sorted(name for name in files if not any(part.startswith(".") for part in name.split("/")))
-            yield [Source(name, lambda name=name: archive.open(name)) for name in names]  # type: ignore[misc]
+            yield [Source(name, lambda name=name: archive.open(name), str(path)) for name in names]  # type: ignore[misc]
     else:
         yield [source_of(path)]
 
