@@ -39,16 +39,16 @@ def checked_header(path: Path) -> tuple[Data | None, tuple[str, ...]]:
 
 def _packed_data(path: Path, fields: dict[str, str], end: int) -> Data | None:
     """Where gzipped voxels lie; None of data of another encoding, in several files or behind other data."""
-    skipped = [fields.get(f"{unit} skip", fields.get(f"{unit}skip", "0")) for unit in ("line", "byte")]
-    named = fields.get("data file", fields.get("datafile"))
-    file, start = (path, end) if named is None else (path.parent / named, 0)
+    fields = {name.replace(" ", ""): value for name, value in fields.items()}  # "data file" is "datafile" as well
+    gzipped = fields.get("encoding", "").lower() in ("gzip", "gz")
+    skipping = any(fields.get(field, "0") != "0" for field in ("lineskip", "byteskip"))
     sizes = fields.get("sizes", "").split()
-    if fields.get("encoding", "").lower() not in ("gzip", "gz") or skipped != ["0", "0"] or not start + bool(named):
+    if not gzipped or skipping or not all(size.isdecimal() for size in sizes):
         return None
-    if not file.is_file() or not all(size.isdecimal() for size in sizes):
+    file, start = (path.parent / fields["datafile"], 0) if "datafile" in fields else (path, end)
+    if not file.is_file() or (file == path and not end):
         return None
-    count = prod(map(int, sizes))
-    return Data([file], start, 0, count, big_endian=fields.get("endian", "").lower() == "big")
+    return Data([file], start, 0, prod(map(int, sizes)), big_endian=fields.get("endian", "").lower() == "big")
 
 
 def _fields(path: Path) -> tuple[dict[str, str], int]:
