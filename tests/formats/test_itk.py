@@ -170,6 +170,19 @@ def test_four_dimensions(tmp_path: Path, suffix: str) -> None:
     assert np.array_equal(read_scan(path).voxels, ct_values(seed=1))
 
 
+def check_read_as_itk_reads_it_without_itk(
+    path: Path, volumes: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That the volumes of a file are these, and those that ITK reads, though ITK's reader is not asked for voxels."""
+    oracle = SimpleITK.GetArrayFromImage(SimpleITK.ReadImage(str(path))).transpose(3, 2, 1, 0)
+    monkeypatch.setattr(SimpleITK.ImageFileReader, "Execute", lambda reader: pytest.fail("unpacked twice"))
+    for number, volume in enumerate(volumes):
+        scan = read_scan(path, volume=number)
+        assert scan.voxels.dtype == np.int16
+        assert np.array_equal(scan.voxels, volume)
+        assert np.array_equal(scan.voxels, oracle[..., number])
+
+
 @pytest.mark.parametrize("field", ["BinaryDataByteOrderMSB", "ElementByteOrderMSB"])
 def test_compressed_metaimages_are_read_as_itk_reads_them_and_unpacked_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str
@@ -181,13 +194,7 @@ def test_compressed_metaimages_are_read_as_itk_reads_them_and_unpacked_once(
     header += f"CompressedDataSize = {len(packed)}\nElementDataFile = LOCAL\n"
     path = tmp_path / "scan.mha"
     path.write_bytes(header.encode() + packed)
-    oracle = SimpleITK.GetArrayFromImage(SimpleITK.ReadImage(str(path))).transpose(3, 2, 1, 0)
-    monkeypatch.setattr(SimpleITK.ImageFileReader, "Execute", lambda reader: pytest.fail("unpacked twice"))
-    for number, volume in enumerate(volumes):
-        scan = read_scan(path, volume=number)
-        assert scan.voxels.dtype == np.int16
-        assert np.array_equal(scan.voxels, volume)
-        assert np.array_equal(scan.voxels, oracle[..., number])
+    check_read_as_itk_reads_it_without_itk(path, volumes, monkeypatch)
 
 
 @pytest.mark.parametrize("field", ["encoding: gzip", "encoding: GZ", "data file: scan.gz\nencoding: gz"])
@@ -203,13 +210,7 @@ def test_compressed_nrrds_are_read_as_itk_reads_them_and_unpacked_once(
     path.write_bytes(header.replace("\n", line_end).encode() + (b"" if detached else gzipped))
     if detached:
         (tmp_path / "scan.gz").write_bytes(gzipped)
-    oracle = SimpleITK.GetArrayFromImage(SimpleITK.ReadImage(str(path))).transpose(3, 2, 1, 0)
-    monkeypatch.setattr(SimpleITK.ImageFileReader, "Execute", lambda reader: pytest.fail("unpacked twice"))
-    for number, volume in enumerate(volumes):
-        scan = read_scan(path, volume=number)
-        assert scan.voxels.dtype == np.int16
-        assert np.array_equal(scan.voxels, volume)
-        assert np.array_equal(scan.voxels, oracle[..., number])
+    check_read_as_itk_reads_it_without_itk(path, volumes, monkeypatch)
 
 
 @pytest.mark.parametrize("skip", ["byte skip: 5", "line skip: 1", "data file: z%d.gz 0 9 1"])
