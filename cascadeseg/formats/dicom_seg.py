@@ -1,8 +1,8 @@
 """Writing a DICOM segmentation (SEG) of the series that a scan came from, for viewers and archives.
 
 Binary, a segment for each lung, a frame for each slice that has some of it, in the series' study and frame of
-reference, with references to its slices. highdicom does it; dcmqi is a program beside, and pydicom alone knows none of
-the standard's rules of what must be there.
+reference. A frame names the slice that it lies in, a repaired series' frames that lie in none only the series.
+highdicom does it; dcmqi is a program beside, and pydicom alone knows no rules of what must be there.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def _complete(header: Any, thickness_mm: float) -> None:
 
 def _slices_first(grid: Grid, first: int) -> Affine:
     """(4, 4) index (slice from ``first`` on, row, column) to LPS+ mm."""
-    affine = LPS_TO_RAS @ grid.affine  # either way the same signs
+    affine = LPS_TO_RAS @ grid.affine  # its own inverse
     affine[:3, 3] += first * affine[:3, 2]
     return np.asarray(affine[:, [2, 1, 0, 3]])
 

@@ -29,7 +29,7 @@ def write_labels(labels: npt.NDArray[np.uint8], path: str | Path, scan: Scan) ->
 
     NIfTI from NIfTI has the forms, codes and units of the scan bit for bit; MHA and NRRD from MHA or NRRD the
     exact origin, spacing and direction; from one kind to the other they are made from the grid. A DICOM segmentation
-    (SEG) is of a DICOM series only, belongs to its study, and names its slices, which are read again for it.
+    (SEG) is of a DICOM series only and belongs to its study; the slices' headers are read again for it.
 
     Args:
         labels: (X, Y, Z) uint8, on ``scan.grid``.

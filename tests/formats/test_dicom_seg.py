@@ -107,7 +107,16 @@ def test_of_every_kind_of_series(tmp_path: Path, kind: str) -> None:
     scan = read_scan(folder)
     labels = lung_labels(scan.grid.shape)
     write_labels(labels, tmp_path / "lungs.dcm", scan)
-    check_places(tmp_path / "lungs.dcm", labels, scan.grid)
+    segmentation = check_places(tmp_path / "lungs.dcm", labels, scan.grid)
+    named = [
+        image
+        for frame in segmentation.PerFrameFunctionalGroupsSequence
+        for derivation in frame.get("DerivationImageSequence", [])
+        for image in derivation.SourceImageSequence
+    ]
+    in_their_slices = {image.SpatialLocationsPreserved == "YES" for image in named}
+    assert in_their_slices == {"zip": {True}, "enhanced": {True}, "a missing slice": set(), "tilted": {False}}[kind]
+    assert len(segmentation.ReferencedSeriesSequence) == 1
 
 
 def test_frames_that_begin_inside_a_byte_and_a_single_one(tmp_path: Path) -> None:
