@@ -332,7 +332,7 @@ def write_results(job: Job, result: Segmentation, seconds: dict[str, float]) -> 
 
     seconds |= {step: value for step, value in result.seconds.items() if step not in seconds}
     with timed(seconds, "write"):
-        write_labels(result.labels, job.labels, result.scan)
+        write_labels(result.labels, job.labels, result.scan, result.model)
     if job.preview is not None:
         from cascadeseg.evaluation.preview import preview_png
 

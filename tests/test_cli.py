@@ -370,7 +370,10 @@ def test_a_dicom_segmentation_of_a_dicom_series(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ct", "ct_lungs.dcm", "ct_lungs.nii.gz"]
     labels, _ = read_labels(tmp_path / "ct_lungs.nii.gz")
     for path in (tmp_path / "ct_lungs.dcm", tmp_path / "ct" / "mask.dcm"):
-        volume = highdicom.seg.segread(path).get_volume(combine_segments=True)
+        segmentation = highdicom.seg.segread(path)
+        algorithm = segmentation.SegmentSequence[0].SegmentationAlgorithmIdentificationSequence[0]
+        assert algorithm.AlgorithmParameters == f"model name=threshold,model version=1,model sha256={'0' * 64}"
+        volume = segmentation.get_volume(combine_segments=True)
         assert [np.count_nonzero(volume.array == n) for n in (1, 2)] == [np.count_nonzero(labels == n) for n in (1, 2)]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,9 @@ MAY_BE_EMPTY: dict[str, Callable[[str], object]] = {
 """What the standard wants in every object, if need be without a value (type 2), and what raises at unfit values."""
 
 
-def write_segmentation(labels: npt.NDArray[np.uint8], grid: Grid, series: DicomSeries, path: Path) -> None:
+def write_segmentation(
+    labels: npt.NDArray[np.uint8], grid: Grid, series: DicomSeries, path: Path, model: Mapping[str, str]
+) -> None:
     """Writes a label map of a series as DICOM SEG; only the slices from the first with lung to the last are looked at.
 
     Args:
@@ -47,6 +49,7 @@ def write_segmentation(labels: npt.NDArray[np.uint8], grid: Grid, series: DicomS
         grid: where they lie.
         series: what they are of; its files are read again, without their pixels.
         path: of the new file.
+        model: what made the labels, as in `Segmentation.model`.
 
     Raises:
         RuntimeError: the series' files are gone, or are no base for a segmentation.
@@ -66,7 +69,7 @@ def write_segmentation(labels: npt.NDArray[np.uint8], grid: Grid, series: DicomS
                 source_images=sources,
                 pixel_array=volume,
                 segmentation_type="BINARY",
-                segment_descriptions=[_described(label, highdicom) for label in LUNGS],
+                segment_descriptions=[_described(label, model, highdicom) for label in LUNGS],
                 series_instance_uid=highdicom.UID(),
                 series_number=min(SERIES_NUMBER_ABOVE + int(sources[0].get("SeriesNumber", None) or 0), LARGEST_NUMBER),
                 sop_instance_uid=highdicom.UID(),
@@ -162,7 +165,7 @@ def _slices_first(grid: Grid, first: int) -> Affine:
     return np.asarray(affine[:, [2, 1, 0, 3]])
 
 
-def _described(label: Label, highdicom: Any) -> Any:
+def _described(label: Label, model: Mapping[str, str], highdicom: Any) -> Any:
     def concept(code: Code) -> Any:
         return highdicom.sr.CodedConcept(code.value, "SCT", code.meaning)
 
@@ -176,6 +179,7 @@ def _described(label: Label, highdicom: Any) -> Any:
             name="cascadeseg",
             version=__version__,
             family=highdicom.sr.CodedConcept("123110", "DCM", "Artificial Intelligence"),
+            parameters={f"model {key}": value for key, value in model.items()} or None,
         ),
         display_color=highdicom.color.CIELabColor.from_rgb(*label.colour),
     )

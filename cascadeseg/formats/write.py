@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ def check_writable(path: str | Path) -> None:
         part.unlink()
 
 
-def write_labels(labels: npt.NDArray[np.uint8], path: str | Path, scan: Scan) -> None:
+def write_labels(
+    labels: npt.NDArray[np.uint8], path: str | Path, scan: Scan, model: Mapping[str, str] | None = None
+) -> None:
     """Writes a label map beside its scan, compressed, on the scan's exact grid.
 
     NIfTI from NIfTI has the forms, codes and units of the scan bit for bit; MHA and NRRD from MHA or NRRD the
@@ -35,11 +38,12 @@ def write_labels(labels: npt.NDArray[np.uint8], path: str | Path, scan: Scan) ->
         labels: (X, Y, Z) uint8, on ``scan.grid``.
         path: its suffix decides the format, one of `LABEL_SUFFIXES`.
         scan: what the labels are of.
+        model: what made them, as in `Segmentation.model`; only a DICOM segmentation has a place for it.
 
     Raises:
         OutputError: it could not be written; nothing is left behind.
     """
-    _write(labels.astype(np.uint8, copy=False), scan.grid, Path(path), scan.native, is_labels=True)
+    _write(labels.astype(np.uint8, copy=False), scan.grid, Path(path), scan.native, is_labels=True, model=model or {})
 
 
 def write_scan(voxels: npt.NDArray[Any], grid: Grid, path: str | Path) -> None:
@@ -50,10 +54,12 @@ def write_scan(voxels: npt.NDArray[Any], grid: Grid, path: str | Path) -> None:
     """
     if suffix_of(path) == SEGMENTATION_SUFFIX:
         raise OutputError(path, "a scan as DICOM", f"one of {' '.join(MASK_SUFFIXES)}")
-    _write(voxels, grid, Path(path), None, is_labels=False)
+    _write(voxels, grid, Path(path), None, is_labels=False, model={})
 
 
-def _write(voxels: npt.NDArray[Any], grid: Grid, path: Path, native: object, *, is_labels: bool) -> None:
+def _write(
+    voxels: npt.NDArray[Any], grid: Grid, path: Path, native: object, *, is_labels: bool, model: Mapping[str, str]
+) -> None:
     if voxels.shape != grid.shape:
         raise ValueError(f"voxels of shape {voxels.shape} on a grid of {grid.shape}")
     _refuse_name(path)
@@ -61,7 +67,7 @@ def _write(voxels: npt.NDArray[Any], grid: Grid, path: Path, native: object, *, 
         raise not_of_dicom(path)
     with staged(path) as part:
         try:
-            verified = _encode(voxels, grid, part, native, is_labels)
+            verified = _encode(voxels, grid, part, native, is_labels, model)
         except RuntimeError as problem:  # SimpleITK knows no other kind
             found = f"cannot be written ({' '.join(str(problem).split())[-200:]})"
             raise OutputError(path, found) from problem
@@ -69,7 +75,9 @@ def _write(voxels: npt.NDArray[Any], grid: Grid, path: Path, native: object, *, 
             raise OutputError(path, "what was read back is not what was written", "", "check the disk")
 
 
-def _encode(voxels: npt.NDArray[Any], grid: Grid, part: Path, native: object, is_labels: bool) -> bool:
+def _encode(
+    voxels: npt.NDArray[Any], grid: Grid, part: Path, native: object, is_labels: bool, model: Mapping[str, str]
+) -> bool:
     """Writes the file, and says whether it reads back the same."""
     if suffix_of(part) in (".nii", ".nii.gz"):
         from cascadeseg.formats import nifti
@@ -80,7 +88,7 @@ def _encode(voxels: npt.NDArray[Any], grid: Grid, part: Path, native: object, is
     if isinstance(native, DicomSeries) and suffix_of(part) == SEGMENTATION_SUFFIX:
         from cascadeseg.formats import dicom_seg
 
-        dicom_seg.write_segmentation(voxels, grid, native, part)
+        dicom_seg.write_segmentation(voxels, grid, native, part, model)
         return dicom_seg.holds(part, voxels, grid)
     from cascadeseg.formats import itk
 

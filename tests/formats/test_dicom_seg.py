@@ -13,6 +13,7 @@ import numpy.typing as npt
 import pydicom
 import pytest
 
+from cascadeseg._version import __version__
 from cascadeseg.errors import OutputError
 from cascadeseg.formats import check_writable, find_scans, read_scan, write_labels, write_scan
 from cascadeseg.formats.dicom_seg import holds
@@ -72,7 +73,8 @@ def test_every_voxel_is_at_its_place_and_every_frame_names_its_slice(tmp_path: P
 
 def test_what_the_segments_are(tmp_path: Path) -> None:
     write_series(tmp_path / "ct", ct_values(), oblique_grid(), FrameOfReferenceUID="1.2.840.77")
-    write_labels(lung_labels(), tmp_path / "lungs.dcm", read_scan(tmp_path / "ct"))
+    model = {"name": "Modell für uns", "version": "7", "sha256": "ab" * 32}
+    write_labels(lung_labels(), tmp_path / "lungs.dcm", read_scan(tmp_path / "ct"), model)
     segmentation = highdicom.seg.segread(tmp_path / "lungs.dcm")
     assert (segmentation.Modality, segmentation.SegmentationType) == ("SEG", "BINARY")
     assert segmentation.FrameOfReferenceUID == "1.2.840.77"
@@ -86,6 +88,9 @@ def test_what_the_segments_are(tmp_path: Path) -> None:
         )
         assert (kind.CodeValue, kind.CodingSchemeDesignator) == ("39607008", "SCT")
         assert kind.SegmentedPropertyTypeModifierCodeSequence[0].CodeMeaning == side
+        algorithm = segment.SegmentationAlgorithmIdentificationSequence[0]
+        assert (algorithm.AlgorithmName, algorithm.AlgorithmVersion) == ("cascadeseg", __version__)
+        assert algorithm.AlgorithmParameters == f"model name=Modell für uns,model version=7,model sha256={'ab' * 32}"
 
 
 @pytest.mark.parametrize("kind", ["zip", "enhanced", "a missing slice", "tilted"])
