@@ -11,7 +11,7 @@ import numpy.typing as npt
 from cascadeseg.errors import ScanError
 from cascadeseg.formats.doctor import audit
 from cascadeseg.formats.find import looks_like_dicom
-from cascadeseg.formats.names import suffix_of
+from cascadeseg.formats.names import DICOM_SUFFIXES, MASK_SUFFIXES, suffix_of
 from cascadeseg.formats.placement import checked_grid
 from cascadeseg.formats.scan import Before, Scan, nothing
 from cascadeseg.geometry import Affine, Grid
@@ -51,6 +51,9 @@ def read_labels(path: str | Path) -> tuple[npt.NDArray[Any], Grid]:
     Raises:
         ScanError: the path is not one readable 3D volume of whole numbers.
     """
+    if suffix_of(path) in DICOM_SUFFIXES:
+        expected = f"a label map in one of {' '.join(MASK_SUFFIXES)}"
+        raise ScanError(path, "a DICOM file", expected, "`infer --format nii.gz` makes one of a series")
     scan = _read(Path(path), None, None, nothing)
     labels = scan.voxels
     if (scan.slope, scan.intercept) != (1.0, 0.0) or labels.dtype.kind == "f":
