@@ -1007,8 +1007,10 @@ def test_evaluate_refuses_in_one_line(tmp_path: Path, refused: Refused) -> None:
     refused(["evaluate", "no.nii.gz", mask], "no.nii.gz: no such file or folder")
     refused(["evaluate", mask, "masks"], "a file, and masks a folder; expected two files or two folders")
     refused(["evaluate", "empty", "masks"], "empty: no mask in this folder")
-    Path("lungs.dcm").touch()
-    refused(["evaluate", "lungs.dcm", mask], "lungs.dcm: a DICOM file; expected a label map in one of .nii.gz")
+    for name in ("lungs.dcm", "lungs"):
+        Path(name).write_bytes(bytes(128) + b"DICM")
+        refused(["evaluate", name, mask], f"{name}: DICOM; expected a label map in one of .nii.gz")
+    refused(["evaluate", "no.dcm", mask], "no.dcm: no such file or folder")
     refused(["evaluate", mask, other], "a_lungs.nii.gz: 24 x 20 x 16 voxels, not on the grid of")
     refused(["evaluate", mask, scan], "a.nii.gz: label -1000; expected 0 background, 1 right lung, 2 left lung")
     refused(["evaluate", mask, mask, "--csv", "no/s.csv"], "the folder no does not exist")

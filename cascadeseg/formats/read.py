@@ -11,7 +11,7 @@ import numpy.typing as npt
 from cascadeseg.errors import ScanError
 from cascadeseg.formats.doctor import audit
 from cascadeseg.formats.find import looks_like_dicom
-from cascadeseg.formats.names import DICOM_SUFFIXES, MASK_SUFFIXES, suffix_of
+from cascadeseg.formats.names import MASK_SUFFIXES, suffix_of
 from cascadeseg.formats.placement import checked_grid
 from cascadeseg.formats.scan import Before, Scan, nothing
 from cascadeseg.geometry import Affine, Grid
@@ -51,10 +51,7 @@ def read_labels(path: str | Path) -> tuple[npt.NDArray[Any], Grid]:
     Raises:
         ScanError: the path is not one readable 3D volume of whole numbers.
     """
-    if suffix_of(path) in DICOM_SUFFIXES:
-        expected = f"a label map in one of {' '.join(MASK_SUFFIXES)}"
-        raise ScanError(path, "a DICOM file", expected, "`infer --format nii.gz` makes one of a series")
-    scan = _read(Path(path), None, None, nothing)
+    scan = _read(Path(path), None, None, nothing, is_labels=True)
     labels = scan.voxels
     if (scan.slope, scan.intercept) != (1.0, 0.0) or labels.dtype.kind == "f":
         values = labels.astype(np.float32) * np.float32(scan.slope) + np.float32(scan.intercept)
@@ -104,21 +101,24 @@ def _scan_of_array(array: npt.NDArray[Any], affine: npt.ArrayLike | None, source
     return Scan(native_order, grid, source=source, warnings=warnings)
 
 
-def _read(path: Path, series: str | None, volume: int | None, before: Before) -> Scan:
+def _read(path: Path, series: str | None, volume: int | None, before: Before, *, is_labels: bool = False) -> Scan:
     """Opens a path, whatever it is; failures of disks and permissions become one line."""
     try:
-        return _opened(path, suffix_of(path), series, volume, before)
+        return _opened(path, suffix_of(path), series, volume, before, is_labels)
     except OSError as problem:
         raise ScanError(path, f"cannot be read ({problem.strerror or problem})") from problem
 
 
-def _opened(path: Path, suffix: str, series: str | None, volume: int | None, before: Before) -> Scan:
+def _opened(path: Path, suffix: str, series: str | None, volume: int | None, before: Before, is_labels: bool) -> Scan:
     """Chooses the reader by what the path is. Imports stay inside: each reader loads a large library."""
     if not path.exists():
         if path.is_symlink():
             raise ScanError(path, f"a link to nothing ({path.readlink()})", "a file", "fetch what it leads to")
         raise ScanError(path, "no such file or folder")
     if path.is_dir() or suffix in (".zip", ".dcm", ".ima") or _is_dicom(path):
+        if is_labels:
+            expected = f"a label map in one of {' '.join(MASK_SUFFIXES)}"
+            raise ScanError(path, "DICOM", expected, "`infer --format nii.gz` makes one of a series")
         from cascadeseg.formats.dicom import read_dicom
 
         if volume is not None:
