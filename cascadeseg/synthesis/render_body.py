@@ -193,6 +193,7 @@ def paint_body(scene: Scene, shapes: Shapes) -> None:
     sheets = scene.up(layers, part).frac_().sub_(0.5).abs_()
     sheets.mul_(-11 * 0.45).add_(0.35 + 0.02 * min(torso.fat, 40.0))
     muscle.mul_(sheets.add_(grain, alpha=0.3).clamp_(0, 0.9).neg_().add_(1))
+    muscle.mul_(1 - scene.filled(scene.up(_fat_on_pleura(scene, shapes), part)))
     inner = torch.lerp(
         torch.full((), hu.fat, device=scene.device), torch.full((), hu.muscle, device=scene.device), muscle
     )
@@ -208,6 +209,21 @@ def paint_body(scene: Scene, shapes: Shapes) -> None:
         _paint_glands(scene)
     _paint_axillae(scene, shapes)
     _paint_wall_air(scene, shapes)
+
+
+def _fat_on_pleura(scene: Scene, shapes: Shapes) -> Tensor:
+    """Coarse distance to the fat between the costal pleura and the muscles: patches, most of them low and behind."""
+    torso = scene.patient.torso
+    noise = scene.coarse_noise(scene.patient.hounsfield.texture_seed + 7, 22.0)
+    depth = (1.2 + 0.06 * min(torso.fat, 40.0)) * (noise + 1 + _low_behind(scene)).clamp(min=0, max=3)
+    return torch.maximum(-shapes.cage, shapes.cage - depth * scene.scale)
+
+
+def _low_behind(scene: Scene) -> Tensor:
+    """0 in front and above, to 1 at the back of the lungs' bases."""
+    torso = scene.patient.torso
+    _, y, z = scene.body
+    return (-1.5 * y / torso.half_depth).clamp(0, 1) * (1.2 - 2.5 * z / torso.height).clamp(0, 1)
 
 
 def _paint_glands(scene: Scene) -> None:
@@ -253,12 +269,26 @@ def paint_cavities(scene: Scene, shapes: Shapes) -> None:
     shell = torch.maximum(shapes.cage, (z - h - 25) * scene.scale)
     shell = torch.maximum(shell, (h - 480 - z) * scene.scale)
     scene.shape(shell, hu.deep_fat, Tissue.MEDIASTINUM, 9.0)
+    _paint_nodes(scene, shell)
     _paint_beside_spine(scene, shell)
     scene.shape(torch.maximum(shell, shapes.below), hu.muscle, Tissue.DIAPHRAGM)
     belly = normalised(anatomy.abdominal_cavity(scene.body, scene.patient))
     belly = torch.maximum(belly, shapes.below + 3.2)
     scene.shape(belly, hu.deep_fat, Tissue.ABDOMEN, 9.0)
     _paint_mesentery(scene, belly + 4)
+
+
+def _paint_nodes(scene: Scene, shell: Tensor) -> None:
+    """Nodes, small vessels and thymus in the fat of the mediastinum: most at the hila, hardly any beside the heart."""
+    part = scene.near(shell)
+    if part is None:
+        return
+    hu, (x, _, z) = scene.patient.hounsfield, scene.body
+    up = z / scene.patient.torso.height
+    many = 0.5 * ((up - 0.55).square() / 0.03 + (x / 70).square()).neg().exp() - (2 - 5 * up).clamp(0, 1)
+    blobs = scene.noise(hu.texture_seed + 9, 10.0, part).sub_(0.35).add_(scene.up(many, part)).mul_(-6.0)
+    weight = torch.minimum(scene.filled(blobs), scene.filled(scene.up(shell, part)))
+    scene.paint(part, weight, hu.muscle - 8, Tissue.MEDIASTINUM)
 
 
 def _paint_mesentery(scene: Scene, belly: Tensor) -> None:
@@ -287,7 +317,10 @@ def paint_abdomen(scene: Scene, shapes: Shapes) -> None:
     """Liver, spleen, kidneys, stomach and bowel."""
     patient, p = scene.patient, scene.body
     hu, k = patient.hounsfield, scene.scale
-    under = shapes.below + 3.6
+    # Fat lies between the diaphragm and what is under it, little on the domes, most of it behind.
+    noise = scene.coarse_noise(hu.texture_seed + 8, 35.0)
+    room = (2.5 + 0.12 * min(patient.torso.fat, 40.0)) * (noise + 4 * _low_behind(scene) - 0.7).clamp(min=0, max=3)
+    under = shapes.below + 3.6 + room * k
     inside = shapes.cage + 4
     scene.shape(torch.maximum(anatomy.kidneys(p, patient) * k, under), hu.kidney, Tissue.KIDNEY, 12.0)
     for s in anatomy.SIDES:

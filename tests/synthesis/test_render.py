@@ -208,3 +208,29 @@ def test_cpu_and_cuda_agree() -> None:
     here, there = render(patient, grid), render(patient, grid, device="cuda")
     assert (here.labels != there.labels.cpu()).float().mean() < 1e-4
     assert ((here.hu - there.hu.cpu()).abs() > 3).float().mean() < 1e-3
+
+
+def test_fat_and_nodes_lie_where_scans_have_them() -> None:
+    # Of what lies 2 to 6 mm outside the lungs of five scans behind their bases, to the sides, 22 to 31 % is fat, and 13
+    # to 26 % at the hila (scripts/surroundings.py).
+    bases, hila = [], []
+    for seed in (7000, 7001, 7003, 7006):
+        patient = sample_patient(seed, PRESETS["healthy"])
+        phantom = render(patient, around_the_chest(patient, 3.0))
+        lungs = phantom.labels > 0
+        rough = lungs.float()[None]
+        shell = (F.max_pool3d(rough, 5, 1, 2) > F.max_pool3d(rough, 3, 1, 1))[0]
+        fat = ((phantom.hu > -150) & (phantom.hu < -30)).float()
+        across, back, low = (span_of(lungs, axis) for axis in range(3))
+        beside, front, up = (across - 0.5).abs()[:, None, None], back[:, None], low
+        bases.append(fat[shell & (beside > 0.25) & (front < 0.45) & (up < 0.25)].mean())
+        middle = (front > 0.25) & (front < 0.7) & (up > 0.4) & (up < 0.7)
+        hila.append(fat[shell & (beside < 0.2) & middle].mean())
+    assert 0.15 < np.median(bases) < 0.4
+    assert 0.1 < np.median(hila) < 0.28
+
+
+def span_of(mask: torch.Tensor, axis: int) -> torch.Tensor:
+    """Places along an axis: 0 where a mask begins, 1 where it ends."""
+    rows = torch.nonzero(mask.movedim(axis, 0).flatten(1).any(dim=1)).flatten()
+    return (torch.arange(mask.shape[axis]) - rows[0]) / (rows[-1] - rows[0])
