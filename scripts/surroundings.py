@@ -48,6 +48,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=7000, help="of the first one; default 7000")
     options = parser.parse_args()
     columns = {"real": [shares(scan, lungs) for scan, lungs in real(options.scans)]}
+    if not columns["real"]:
+        parser.error(f"{options.scans}: no scan NAME.nii.gz with its reference NAME_ref.nii.gz")
     for preset in options.presets:
         columns[preset] = [shares(*one) for one in synthetic(preset, range(options.seed, options.seed + options.count))]
     print(as_markdown(columns))
