@@ -317,10 +317,7 @@ def paint_abdomen(scene: Scene, shapes: Shapes) -> None:
     """Liver, spleen, kidneys, stomach and bowel."""
     patient, p = scene.patient, scene.body
     hu, k = patient.hounsfield, scene.scale
-    # Fat lies between the diaphragm and what is under it, little on the domes, most of it behind.
-    noise = scene.coarse_noise(hu.texture_seed + 8, 35.0)
-    room = (2.5 + 0.12 * min(patient.torso.fat, 40.0)) * (noise + 4 * _low_behind(scene) - 0.7).clamp(min=0, max=3)
-    under = shapes.below + 3.6 + room * k
+    under = shapes.below + 3.6 + _fat_under_diaphragm(scene)
     inside = shapes.cage + 4
     scene.shape(torch.maximum(anatomy.kidneys(p, patient) * k, under), hu.kidney, Tissue.KIDNEY, 12.0)
     for s in anatomy.SIDES:
@@ -335,6 +332,14 @@ def paint_abdomen(scene: Scene, shapes: Shapes) -> None:
     _paint_bowel(scene, torch.maximum(colon, under))
     stomach = smooth_max(anatomy.stomach_shape(p, patient, under / k) * k, beside, 6)
     _paint_hollow(scene, stomach, patient.abdomen.stomach_gas, 0.0, 62.0)
+
+
+def _fat_under_diaphragm(scene: Scene) -> Tensor:
+    """How thick (coarse, mm) the fat between the diaphragm and an organ is: little on the domes, most of it behind."""
+    patient = scene.patient
+    noise = scene.coarse_noise(patient.hounsfield.texture_seed + 8, 35.0)
+    room = (2.5 + 0.12 * min(patient.torso.fat, 40.0)) * (noise + 4 * _low_behind(scene) - 0.7).clamp(min=0, max=3)
+    return room * scene.scale
 
 
 def _paint_hollow(scene: Scene, shape: Tensor, gas: float, middle_y: float, reach: float) -> None:
