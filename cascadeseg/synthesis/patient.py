@@ -91,6 +91,8 @@ class Chest:
     paratracheal: tuple[float, float]
     paratracheal_front: float
     airway_wall: float
+    hilar_share: float
+    hilar_cuff: float
 
 
 @dataclass(frozen=True)
@@ -298,6 +300,8 @@ def _draw_chest(d: Draw, torso: Torso, config: SynthesisConfig) -> Chest:
         paratracheal=(d.uniform(-8, 6), d.uniform(-8, 40)),
         paratracheal_front=d.uniform(-10, 14),
         airway_wall=d.uniform(0.5, 1.8),
+        hilar_share=d.uniform(0.3, 0.9),
+        hilar_cuff=d.uniform(0.5, 3),
     )
 
 

@@ -146,15 +146,27 @@ def _lung(scene: Scene, shapes: Shapes, side: int) -> Lung | None:
 
 
 def _central_structures(scene: Scene) -> tuple[Slices, Tensor] | None:
-    """Distance to airways (with their wall) and hilar vessels: none of them is lung."""
+    """Distance to airways (with their wall) and hilar vessels: none of them is lung.
+
+    Contours of the field leave out the lobar bronchi, too (the proximal bronchial tree, doi
+    10.1016/j.ijrobp.2010.07.1977); how far out they do is not one convention, so it is drawn.
+    """
     patient = scene.patient
     trunk = anatomy.airways(patient).grown(patient.chest.airway_wall + 0.1)
-    hila = [_branches(patient, side).central.grown(0.8) for side in (0, 1)]
-    beads = scene.world(Beads.joined([trunk, *hila]))
+    roots = [_root(anatomy.lobar_bronchi(patient, side), patient.chest.hilar_share).grown(0.8) for side in (0, 1)]
+    hila = [_branches(patient, side).central for side in (0, 1)]
+    beads = scene.world(Beads.joined([trunk, Beads.joined([*hila, *roots]).grown(patient.chest.hilar_cuff)]))
     part = scene.box_of(beads, 4.0)
     if part is None:
         return None
     return part, splat(beads, scene.axes[part], scene.device, 4.0)
+
+
+def _root(bronchi: Beads, share: float) -> Beads:
+    """The near part of bronchi that narrow: ``share`` of the way from their largest radius to their least."""
+    low, high = float(bronchi.radii.min()), float(bronchi.radii.max())
+    near = bronchi.radii >= high - share * (high - low)
+    return Beads(bronchi.centres[near], bronchi.radii[near])
 
 
 def _cut_out(scene: Scene, lung: Lung, excluded: tuple[Slices, Tensor] | None) -> None:

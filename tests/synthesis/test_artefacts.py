@@ -185,6 +185,19 @@ def test_the_right_lung_may_lie_against_the_trachea_which_stays_outside() -> Non
     assert 0.5 < right < 4 < 7 < min(left, usual)
 
 
+def test_lobar_bronchi_at_the_hilum_are_no_lung_further_out_they_are() -> None:
+    patient, whole = quiet(), []
+    for share in (0.0, 1.0):
+        chest = replace(patient.chest, hilar_share=share)
+        whole.append(render(replace(patient, chest=chest), chest_of(patient, spacing=3.0)))
+    with_roots, without = whole
+    gas = (with_roots.tissues == int(Tissue.BRONCHUS)) & (with_roots.hu < -850)
+    lost = (with_roots.labels > 0) & (without.labels == 0)
+    assert int((gas & lost).sum()) * 27 > 1000
+    assert int((gas & (without.labels > 0)).sum()) * 27 > 1000
+    assert int(lost.sum()) < 0.01 * int((without.labels > 0).sum())
+
+
 def test_a_stomach_in_the_chest_is_gas_that_is_no_lung() -> None:
     patient = quiet(pull_up=20.0)
     patient = replace(patient, abdomen=replace(patient.abdomen, stomach_gas=0.9))
