@@ -17,9 +17,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import SimpleITK
 from phantoms import rendered
-from validate import reference_of, scans_of
+from validate import distance_mm, reference_of, scans_of
 
 from cascadeseg import read_scan
 from cascadeseg.formats import Scan, read_labels
@@ -92,9 +91,7 @@ def shares(scan: Scan, lungs: Mask) -> Shares:
 
 def regions(lungs: Mask, spacing_mm: list[float]) -> dict[str, Mask]:
     """Parts of the shell around the lungs, by how far they lie from the middle, and how far back and up."""
-    image = SimpleITK.GetImageFromArray(lungs.astype(np.uint8))
-    image.SetSpacing(list(reversed(spacing_mm)))  # ITK counts an array's axes from the last
-    distance = SimpleITK.GetArrayFromImage(SimpleITK.SignedMaurerDistanceMap(image, False, False, True))
+    distance = distance_mm(lungs, spacing_mm)
     shell = (distance > SHELL_MM[0]) & (distance <= SHELL_MM[1])
     spans = [np.flatnonzero(lungs.any(axis=tuple({0, 1, 2} - {axis}))) for axis in range(3)]
     x, y, z = np.ogrid[tuple(slice(0, n) for n in lungs.shape)]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,7 @@ def errors_ml(scan: Scan, labels: np.ndarray, reference: np.ndarray) -> dict[str
     median = SimpleITK.GetArrayFromImage(SimpleITK.Median(SimpleITK.GetImageFromArray(scan.hu()), [1, 1, 1]))
     kind = np.searchsorted(list(TISSUES.values()), median)
     given, wanted = of_lungs(labels), of_lungs(reference)
-    far = (distance_mm(wanted, scan) > FAR_MM) & (reference != IGNORE)
+    far = (np.abs(distance_mm(wanted, scan.grid.spacing_mm)) > FAR_MM) & (reference != IGNORE)
     errors = {}
     for name, wrong in (("held", given & ~wanted & far), ("left out", wanted & ~given & far)):
         counts = np.bincount(kind[wrong], minlength=len(TISSUES))
@@ -108,7 +109,8 @@ def far_surfaces(scan: Scan, labels: np.ndarray, reference: np.ndarray) -> dict[
     where = places(canonical_view(of_lungs(reference), scan.grid))
     shares = {}
     for name, other in (("mask", "reference"), ("reference", "mask")):
-        far = surfaces[name] & known & (distance_mm(surfaces[other], scan) > FAR_MM)
+        away = np.abs(distance_mm(surfaces[other], scan.grid.spacing_mm)) > FAR_MM
+        far = surfaces[name] & known & away
         far = canonical_view(far, scan.grid)
         shares[name] = {place: float(100 * np.count_nonzero(far & here) / count) for place, here in where.items()}
     return shares
@@ -134,12 +136,11 @@ def surface_of(mask: np.ndarray) -> np.ndarray:
     return np.asarray(SimpleITK.GetArrayFromImage(contour)) > 0
 
 
-def distance_mm(mask: np.ndarray, scan: Scan) -> np.ndarray:
-    """How far each voxel is from the surface of a mask."""
+def distance_mm(mask: np.ndarray, spacing_mm: Sequence[float]) -> np.ndarray:
+    """How far each voxel is from the surface of a mask, below 0 inside it."""
     image = SimpleITK.GetImageFromArray(mask.astype(np.uint8))
-    image.SetSpacing([float(mm) for mm in reversed(scan.grid.spacing_mm)])  # ITK counts an array's axes from the last
-    inside_below_0 = SimpleITK.GetArrayFromImage(SimpleITK.SignedMaurerDistanceMap(image, False, False, True))
-    distance: np.ndarray = np.abs(inside_below_0)
+    image.SetSpacing([float(mm) for mm in reversed(spacing_mm)])  # ITK counts an array's axes from the last
+    distance: np.ndarray = SimpleITK.GetArrayFromImage(SimpleITK.SignedMaurerDistanceMap(image, False, False, True))
     return distance
 
 
