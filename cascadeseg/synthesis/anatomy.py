@@ -561,7 +561,9 @@ def stomach_shape(p: Points, patient: Patient, under: Tensor) -> Tensor:
     x, y, z = p
     top = patient.chest.dome[1]
     fundus = ellipsoid(p, (-58, 2, top - 50 * k), (42 * k, 38 * k, 46 * k))
-    body = ellipsoid((x - 0.35 * (z - top), y, z), (-30, 34, top - 105), (30 * k, 28 * k, 55 * k))
+    # Its body lies against the wall in front.
+    front = 0.95 * patient.torso.half_depth - 28 * k
+    body = ellipsoid((x - 0.35 * (z - top), y, z), (-30, front, top - 105), (30 * k, 28 * k, 55 * k))
     return torch.maximum(smooth_min(fundus, body, 25), under)
 
 
@@ -575,27 +577,47 @@ def colon(patient: Patient) -> Beads:
     """Caecum to sigmoid, with haustra."""
     abdomen, h = patient.abdomen, patient.torso.height
     rng = np.random.default_rng(abdomen.seed)
-    left_top = patient.chest.dome[1] - 52 + 40 * abdomen.flexure_height
     right_top = -95.0 if not abdomen.chilaiditi else patient.chest.dome[0] - 32
     front_right = 0.72 * patient.torso.half_depth if abdomen.chilaiditi else 15.0
     sag = rng.uniform(0, 90)
+    wider = rng.uniform(1, 1.4)
+    left_x, left_y, left_top = left_flexure(patient, abdomen.colon * wider, rng)
     nodes = np.array(
         [(92, 10, h - 480), (100, 0, h - 400), (98, 0, -150), (84, front_right, right_top),
          (45, 62, right_top - 30 - sag / 2),
-         (0, 68, -135 - sag), (-45, 55, -110 - sag / 2), (-88, 12, left_top), (-103, -20, -140), (-102, -14, h - 400),
-         (-80, 10, h - 480), (-20, 20, h - 500), (10, -30, h - 530), (0, -50, h - 600)]
+         (0, 68, -135 - sag), (0.5 * left_x, 62, -110 - sag / 2), (left_x, left_y, left_top), (-103, -20, -140),
+         (-102, -14, h - 400), (-80, 10, h - 480), (-20, 20, h - 500), (10, -30, h - 530), (0, -50, h - 600)]
     )  # fmt: skip
-    nodes += rng.normal(0, 8, nodes.shape)
-    # Under the left dome it lies anywhere from the side to the front, where its gas gathers in people on their backs.
-    forward = rng.uniform(0, 60)
-    nodes[7, :2] += 0.35 * forward, forward
+    nodes[[*range(7), *range(8, 14)]] += rng.normal(0, 8, (13, 3))
+    # In some people the part in front of the flexure rises with it.
     nodes[6, 2] += rng.uniform(0, 1) * max(0.0, left_top - 10 - nodes[6, 2])
     calibre = abdomen.colon * np.interp(np.arange(14), [0, 3, 8, 13], [1.25, 1.1, 0.85, 0.8])
-    calibre[5:8] *= rng.uniform(1, 1.4)
+    calibre[5:8] *= wider
+    if rng.uniform() < 0.35:
+        # A loop more of a long colon beside the flexure, under the dome in front.
+        up, down = rng.uniform(0.35, 0.65), rng.uniform(0.6, 0.9)
+        loop = [(up * left_x, 62, left_top - rng.uniform(-5, 20)), (down * left_x, 50, left_top - rng.uniform(40, 70))]
+        nodes, calibre = np.insert(nodes, 7, loop, axis=0), np.insert(calibre, 7, calibre[6:8])
     beads = strand(nodes.tolist(), calibre.tolist(), 0.18)
     along = torch.arange(len(beads))
     haustra = 1 + abdomen.folds * torch.sin(along * 1.25) + 0.1 * torch.sin(along * 0.31 + 1)
     return Beads(beads.centres, beads.radii * haustra)
+
+
+def left_flexure(patient: Patient, calibre: float, rng: np.random.Generator) -> tuple[float, float, float]:
+    """Where the colon is highest on the left: beside the ribs, from the side to the front, under the diaphragm there.
+
+    It lies within 12 mm of the rib cage, as in scans of people on their backs, whose gas gathers in front.
+    """
+    torso, dome = patient.torso, patient.chest.dome[1]
+    section = cage_section(torch.tensor(dome - 60.0), torso)
+    angle, off = rng.uniform(0.1, 1.2), 0.95 * calibre + rng.uniform(0, 12)
+    middle, half = float(section.front + section.back) / 2, float(section.front - section.back) / 2
+    x = -(float(section.a) - off) * math.cos(angle) ** (2 / torso.exponent)
+    y = middle + (half - off) * math.sin(angle) ** (2 / torso.exponent)
+    lowest = min(float(diaphragm_height(torch.tensor(x + dx), torch.tensor(y + dy), patient, 1)) for dx, dy in
+                 ((0.0, 0.0), (-calibre / 2, 0.0), (0.0, calibre / 2)))  # fmt: skip
+    return x, y, min(lowest, dome) - calibre - 3 - 30 * (1 - patient.abdomen.flexure_height)
 
 
 def small_bowel(patient: Patient) -> tuple[Beads, Beads]:

@@ -263,7 +263,7 @@ def _draw_chest(d: Draw, torso: Torso, config: SynthesisConfig) -> Chest:
         dome=(0.0, left_dome),
         recess=max(20.0, d.normal(58, 16 * v)) * breath,
         recess_back=1 + 1.5 * d.uniform(0.2, 0.7),
-        recess_front=d.uniform(0.15, 1.0),
+        recess_front=d.uniform(0.0, 0.8),
         recess_medial=d.uniform(0.12, 0.7),
         dome_power=d.uniform(2.3, 3.1),
         apex_x=d.normal(43, 4 * v),
@@ -317,10 +317,10 @@ def _draw_abdomen(d: Draw, config: SynthesisConfig) -> Abdomen:
         liver=d.normal(1, 0.1),
         spleen=d.lognormal(1, 0.2, 0.6, 2.2),
         stomach=d.uniform(0.6, 1.35),
-        stomach_gas=d.uniform(0.1, 0.95) if d.chance(0.85 * gas) else 0.0,
+        stomach_gas=d.uniform(0.05, 0.85) if d.chance(0.65 * gas) else 0.0,
         colon=d.uniform(26, 44) if d.chance(0.1 * gas) else d.lognormal(17, 0.35, 9, 40),
-        colon_gas=d.uniform(0, 1) * min(gas, 1.0),
-        flexure_height=d.uniform(0, 1) if d.chance(0.65) else -0.6,
+        colon_gas=d.uniform(0, 1) ** 0.7 * min(gas, 1.0),
+        flexure_height=d.uniform(0, 1) if d.chance(0.75) else -0.6,
         chilaiditi=d.chance(0.1 * gas),
         loops=d.integer(8, 34),
         loop_gas=0.7 * d.uniform(0, 1) ** 2 * min(gas, 1.0),
@@ -370,4 +370,4 @@ def _draw_hounsfield(d: Draw, torso: Torso, config: SynthesisConfig) -> Hounsfie
         texture_seed=d.seed(),
     )
     any_density = d.chance(config.randomisation.density)
-    return replace(hounsfield, lung=-965 + 365 * d.uniform(0, 1) ** 2) if any_density else hounsfield
+    return replace(hounsfield, lung=-930 + 330 * d.uniform(0, 1) ** 2) if any_density else hounsfield

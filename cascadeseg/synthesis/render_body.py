@@ -323,7 +323,7 @@ def paint_abdomen(scene: Scene, shapes: Shapes) -> None:
     for s in anatomy.SIDES:
         psoas = ellipsoid(p, (s * 36, -38, patient.torso.height - 390), (20, 20, 110)) * k
         scene.shape(psoas, hu.muscle, Tissue.MUSCLE)
-    colon = scene.coarse_splat(anatomy.colon(patient), 18.0)
+    colon = torch.maximum(scene.coarse_splat(anatomy.colon(patient), 18.0), shapes.cage + 2)
     # The colon makes room for itself: fat around it, and its impression on liver, spleen and stomach.
     beside = torch.maximum(inside, (5.5 - colon))
     liver = smooth_max(anatomy.liver(p, patient, under / k) * k, beside, 6)

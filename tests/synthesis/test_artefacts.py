@@ -236,12 +236,35 @@ def test_the_colon_reaches_the_left_dome_and_lungs_reach_below_the_domes() -> No
     assert lowest < dome - 25 * patient.torso.size
 
 
-def test_the_colon_lies_under_the_left_dome_anywhere_from_the_side_to_the_front() -> None:
-    tops = []
+def test_the_left_flexure_lies_along_the_ribs_under_the_diaphragm_anywhere_from_the_side_to_the_front() -> None:
+    forward = []
     for seed in range(30):
         patient = sample_patient(seed, PRESETS["healthy"])
-        bead = anatomy.colon(patient).centres
-        left = bead[bead[:, 0] < -40]
-        tops.append(float(left[left[:, 2].argmax(), 1]))
-    assert min(tops) < 30
-    assert sum(top > 45 for top in tops) > 8
+        calibre = patient.abdomen.colon
+        at = x, y, z = tuple(
+            torch.tensor(v) for v in anatomy.left_flexure(patient, calibre, np.random.default_rng(seed))
+        )
+        assert 0.9 * calibre < -float(anatomy.cage(at, patient.torso)) < calibre + 18
+        assert float(z) + calibre < min(float(anatomy.diaphragm_height(x, y, patient, 1)), patient.chest.dome[1])
+        forward.append(float(y) / patient.torso.half_depth)
+    assert min(forward) < 0.3
+    assert max(forward) > 0.7
+
+
+def test_gas_of_the_colon_on_the_left_is_near_the_ribs() -> None:
+    medians = []
+    for seed in range(6):
+        patient = quiet(seed)
+        abdomen = replace(patient.abdomen, flexure_height=1.0, colon_gas=1.0, stomach_gas=0.0, loop_gas=0.0)
+        grid = chest_of(patient, half=(170, 140, 160), spacing=4.0)
+        phantom = render(replace(patient, abdomen=abdomen), grid)
+        bones, lung = (SimpleITK.GetImageFromArray(m.numpy().astype(np.uint8)) for m in
+                       (phantom.tissues == int(Tissue.BONE), phantom.labels == 2))  # fmt: skip
+        to_bone, to_lung = (SimpleITK.GetArrayFromImage(SimpleITK.SignedMaurerDistanceMap(image, squaredDistance=False))
+                            for image in (bones, lung))  # fmt: skip
+        left = np.arange(grid.shape[0])[:, None, None] < np.nonzero(phantom.labels.numpy() == 2)[0].max()
+        gas = (phantom.tissues == int(Tissue.GAS)).numpy() & (to_lung * 4.0 < 50) & left
+        if np.count_nonzero(gas) > 50:
+            medians.append(4.0 * float(np.median(to_bone[gas])))
+    assert len(medians) >= 4
+    assert np.median(medians) < 32
