@@ -1,11 +1,12 @@
-"""What lies around lungs: shares of gas, fat and soft tissue just outside them, by region, real scans beside synthetic.
+"""What lies around lungs, real scans beside synthetic: tissues just outside them, by region, and gas of the bowel.
 
     python scripts/surroundings.py SCANS [--presets healthy training] [--count 12] [--seed 7000]
 
 SCANS holds NAME.nii.gz and NAME_ref.nii.gz (1 right lung, 2 left lung, 255 ignored, here taken for lung), as for
-validate.py. Counted are voxels 2 to 6 mm outside both lungs. Where the shares of synthetic patients are not those of
-patients, a network learns what it will not meet, and meets what it never learned. Prints a Markdown table: medians over
-scans, and from the 10th to the 90th percentile. The scans are looked at, nothing is trained on them.
+validate.py. Counted are voxels 2 to 6 mm outside both lungs, and the gas of the abdomen on the left, within 50 mm of
+them. Where synthetic patients are not as patients are, a network learns what it will not meet, and meets what it never
+learned. Prints two Markdown tables: medians over scans, and from the 10th to the 90th percentile. The scans are looked
+at, nothing is trained on them.
 """
 
 from __future__ import annotations
@@ -15,14 +16,18 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import cc3d
+import fill_voids
 import numpy as np
 import numpy.typing as npt
+import SimpleITK
 from phantoms import rendered
 from validate import distance_mm, reference_of, scans_of
 
 from cascadeseg import read_scan
 from cascadeseg.formats import Scan, read_labels
 from cascadeseg.geometry import canonical_view
+from cascadeseg.labels import LEFT_LUNG
 from cascadeseg.synthesis import PRESETS, sample_patient
 
 TISSUES = {"gas": -500, "edge": -150, "fat": -30, "soft tissue": 130, "denser": np.inf}
@@ -33,8 +38,23 @@ STEP_MM = 1.5
 VOXEL_MM = 1.6, 1.6, 3.0
 SMALLEST_LUNG_ML = 800.0
 """Of the synthetic patients that are looked at: both lungs are there, and whole."""
+GAS_HU = -600
+BONE_HU = 180
+GAS_MM = 5.0, 50.0
+"""How far from the lungs gas of the abdomen is looked at; what is nearer may be lung."""
+CHEST_WALL_MM = 60.0
+"""What is denser than bone and as near to the skin as that is a rib, or the like."""
+POCKET_ML = 2.0
+LEAST_GAS_ML = 5.0
+PLACES = (
+    "to the nearest rib, mm",
+    "to the skin in its slice, mm",
+    "from the middle, of half the body's width",
+    "from back to front, of the body's depth",
+)
 
 Mask = npt.NDArray[np.bool_]
+Labels = npt.NDArray[Any]
 Shares = dict[str, list[float]]
 """By region: of each tissue, in per cent."""
 
@@ -46,52 +66,60 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=12, help="synthetic patients of a preset; default 12")
     parser.add_argument("--seed", type=int, default=7000, help="of the first one; default 7000")
     options = parser.parse_args()
-    columns = {"real": [shares(scan, lungs) for scan, lungs in real(options.scans)]}
+    columns = {"real": [measured(*one) for one in real(options.scans)]}
     if not columns["real"]:
         parser.error(f"{options.scans}: no scan NAME.nii.gz with its reference NAME_ref.nii.gz")
     for preset in options.presets:
-        columns[preset] = [shares(*one) for one in synthetic(preset, range(options.seed, options.seed + options.count))]
-    print(as_markdown(columns))
+        seeds = range(options.seed, options.seed + options.count)
+        columns[preset] = [measured(*one) for one in synthetic(preset, seeds)]
+    print(as_markdown({kind: [each for each, _ in scans] for kind, scans in columns.items()}))
+    print()
+    print(places_as_markdown({kind: [each for _, each in scans] for kind, scans in columns.items()}))
 
 
-def real(folder: Path) -> Iterator[tuple[Scan, Mask]]:
-    """Scans with a reference, and their lungs, canonical."""
+def real(folder: Path) -> Iterator[tuple[Scan, Labels]]:
+    """Scans with a reference, and their labels, canonical; what the reference ignores is of no lung, or of both."""
     for path in scans_of(folder):
         if reference_of(path).exists():
             labels, grid = read_labels(reference_of(path))
-            yield read_scan(path).canonical(), np.asarray(canonical_view(labels, grid)) > 0
+            yield read_scan(path).canonical(), np.asarray(canonical_view(labels, grid))
 
 
-def synthetic(preset: str, seeds: Iterable[int]) -> Iterator[tuple[Scan, Mask]]:
+def synthetic(preset: str, seeds: Iterable[int]) -> Iterator[tuple[Scan, Labels]]:
     """Patients with two whole lungs, or nearly."""
     for seed in seeds:
         scan, phantom = rendered(sample_patient(seed, PRESETS[preset]), VOXEL_MM)
         labels = phantom.labels.numpy()
         if all(np.count_nonzero(labels == n) * scan.grid.voxel_volume_ml > SMALLEST_LUNG_ML for n in (1, 2)):
-            yield scan, labels > 0
+            yield scan, labels
 
 
-def shares(scan: Scan, lungs: Mask) -> Shares:
-    """What lies around the lungs of a canonical scan.
+def measured(scan: Scan, labels: Labels) -> tuple[Shares, list[float] | None]:
+    """What lies around the lungs of a canonical scan, and where its bowel has gas, looked at in steps of `STEP_MM`.
 
     Args:
         scan: canonical.
-        lungs: (X, Y, Z) true in both lungs.
+        labels: (X, Y, Z), 1 right lung, 2 left lung.
     """
     steps = [max(1, round(STEP_MM / mm)) for mm in scan.grid.spacing_mm]
     every = tuple(slice(None, None, step) for step in steps)
     spacing_mm = [step * mm for step, mm in zip(steps, scan.grid.spacing_mm, strict=True)]
-    hu, lungs = scan.as_hu(scan.voxels[every]), lungs[every]
+    hu, labels = scan.as_hu(scan.voxels[every]), labels[every]
+    distance = distance_mm(labels > 0, spacing_mm)
+    return shares(hu, labels > 0, distance, spacing_mm), places(hu, labels, distance, spacing_mm)
+
+
+def shares(hu: Labels, lungs: Mask, distance: Labels, spacing_mm: list[float]) -> Shares:
+    """What lies around the lungs."""
     kind = np.searchsorted(list(TISSUES.values()), hu)
     return {
         name: [100 * float(np.mean(kind[where] == tissue)) for tissue in range(len(TISSUES))]
-        for name, where in regions(lungs, spacing_mm).items()
+        for name, where in regions(lungs, distance, spacing_mm).items()
     }
 
 
-def regions(lungs: Mask, spacing_mm: list[float]) -> dict[str, Mask]:
+def regions(lungs: Mask, distance: Labels, spacing_mm: list[float]) -> dict[str, Mask]:
     """Parts of the shell around the lungs, by how far they lie from the middle, and how far back and up."""
-    distance = distance_mm(lungs, spacing_mm)
     shell = (distance > SHELL_MM[0]) & (distance <= SHELL_MM[1])
     spans = [np.flatnonzero(lungs.any(axis=tuple({0, 1, 2} - {axis}))) for axis in range(3)]
     x, y, z = np.ogrid[tuple(slice(0, n) for n in lungs.shape)]
@@ -108,6 +136,56 @@ def regions(lungs: Mask, spacing_mm: list[float]) -> dict[str, Mask]:
     }
 
 
+def places(hu: Labels, labels: Labels, distance: Labels, spacing_mm: list[float]) -> list[float] | None:
+    """`PLACES` of the gas below the left lung, medians over its voxels; None where there is hardly any."""
+    body = body_of(hu, labels > 0)
+    gas = cc3d.dust(
+        body & (hu < GAS_HU) & (distance > GAS_MM[0]), threshold=round(1000 * POCKET_ML / np.prod(spacing_mm))
+    )
+    x, y, z = np.nonzero(gas & (distance < GAS_MM[1]))
+    left = labels == LEFT_LUNG.value
+    heights = np.flatnonzero(left.any(axis=(0, 1)))
+    edges = np.array([_edges(part) for part in np.moveaxis(body, 2, 0)])[z]
+    across = (2 * x - edges[:, 0] - edges[:, 1]) / np.maximum(edges[:, 1] - edges[:, 0], 1)
+    side = np.sign(np.nonzero(left)[0].mean() - np.nonzero(labels)[0].mean())
+    on_left = (z < heights[0] + 0.4 * len(heights)) & (across * side > 0)
+    if np.count_nonzero(on_left) * np.prod(spacing_mm) < 1000 * LEAST_GAS_ML:
+        return None
+    x, y, z, across, edges = x[on_left], y[on_left], z[on_left], across[on_left], edges[on_left]
+    skin = np.stack([-distance_mm(part, spacing_mm[:2]) for part in np.moveaxis(body, 2, 0)], axis=2)
+    rib = distance_mm((hu > BONE_HU) & body & (skin < CHEST_WALL_MM), spacing_mm)
+    forward = (y - edges[:, 2]) / (edges[:, 3] - edges[:, 2])
+    return [float(np.median(each)) for each in (rib[x, y, z], skin[x, y, z], np.abs(across), forward)]
+
+
+def body_of(hu: Labels, lungs: Mask) -> Mask:
+    """The body with all its gas: the largest piece of tissue and lung in each slice that thin things do not join."""
+    body = np.zeros(hu.shape, dtype=bool)
+    for k in range(hu.shape[2]):
+        tissue = SimpleITK.GetImageFromArray(((hu[..., k] > 2 * TISSUES["edge"]) | lungs[..., k]).astype(np.uint8))
+        tissue = SimpleITK.BinaryMorphologicalOpening(tissue, [2, 2])
+        largest = cc3d.largest_k(SimpleITK.GetArrayFromImage(tissue), k=1, connectivity=4)
+        body[..., k] = fill_voids.fill(largest > 0)
+    return body
+
+
+def _edges(section: Mask) -> list[int]:
+    """The first and last voxel of the body along x and y; all 0 where there is none."""
+    rows, columns = np.flatnonzero(section.any(axis=1)), np.flatnonzero(section.any(axis=0))
+    return [rows[0], rows[-1], columns[0], columns[-1]] if len(rows) else [0, 0, 0, 0]
+
+
+def places_as_markdown(columns: dict[str, list[list[float] | None]]) -> str:
+    """A row a kind of scan."""
+    lines = [f"| gas on the left, within {GAS_MM[1]:g} mm of the lungs | scans with gas | {' | '.join(PLACES)} |"]
+    lines.append("|---" * (2 + len(PLACES)) + "|")
+    for kind, scans in columns.items():
+        values = np.array([scan for scan in scans if scan is not None]).reshape(-1, len(PLACES)).T
+        spreads = [spread(each, digits) if len(each) else "" for each, digits in zip(values, (0, 0, 2, 2), strict=True)]
+        lines.append(f"| {kind} | {values.shape[1]} of {len(scans)} | {' | '.join(spreads)} |")
+    return "\n".join(lines)
+
+
 def as_markdown(columns: dict[str, list[Shares]]) -> str:
     """A row a region and kind of scan."""
     lines = [f"| per cent, {SHELL_MM[0]:g} to {SHELL_MM[1]:g} mm outside the lungs | scans | {' | '.join(TISSUES)} |"]
@@ -119,9 +197,9 @@ def as_markdown(columns: dict[str, list[Shares]]) -> str:
     return "\n".join(lines)
 
 
-def spread(values: npt.NDArray[Any]) -> str:
+def spread(values: npt.NDArray[Any], digits: int = 0) -> str:
     low, middle, high = np.percentile(values, (10, 50, 90))
-    return f"{middle:.0f} ({low:.0f} to {high:.0f})"
+    return f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
 if __name__ == "__main__":
