@@ -100,7 +100,8 @@ class Abdomen:
     """Bowel, stomach and solid organs.
 
     ``gas_hu`` of stomach and bowel is above the air outside, ``gas_edge`` (mm) how much wider than a voxel its edge is,
-    ``bubbles`` how rare they are in stool, ``folds`` (0.1 to 0.3) how many and how deep the colon's are.
+    ``bubbles`` how rare they are in stool, ``folds`` (0.13 to 0.32) how many and how deep the colon's are, and how
+    small the cells into which they part its gas.
     """
 
     liver: float
@@ -318,7 +319,7 @@ def _draw_abdomen(d: Draw, config: SynthesisConfig) -> Abdomen:
         spleen=d.lognormal(1, 0.2, 0.6, 2.2),
         stomach=d.uniform(0.6, 1.35),
         stomach_gas=d.uniform(0.05, 0.85) if d.chance(0.65 * gas) else 0.0,
-        colon=d.uniform(26, 44) if d.chance(0.1 * gas) else d.lognormal(17, 0.35, 9, 40),
+        colon=d.uniform(26, 44) if d.chance(0.1 * gas) else d.lognormal(16, 0.33, 9, 40),
         colon_gas=d.uniform(0, 1) ** 0.7 * min(gas, 1.0),
         flexure_height=d.uniform(0, 1) if d.chance(0.75) else -0.6,
         chilaiditi=d.chance(0.1 * gas),
@@ -328,7 +329,7 @@ def _draw_abdomen(d: Draw, config: SynthesisConfig) -> Abdomen:
         gas_hu=d.about(10, 45, config.randomisation.intensity),
         gas_edge=d.uniform(0.5, 4.5),
         bubbles=d.uniform(0.6, 1.6),
-        folds=d.uniform(0.1, 0.3),
+        folds=d.uniform(0.13, 0.32),
     )
 
 

@@ -404,12 +404,28 @@ def _paint_colon_gas(scene: Scene, part: Slices, lumen: Tensor) -> None:
     rise = ((x - ox) * ux + (y - oy) * uy) / (45 * scene.scale)
     where = (1.9 - 3.4 * abdomen.colon_gas - 1.2 * rise) - scene.coarse_noise(abdomen.seed + 5, 32.0)
     air = scene.filled(scene.up(where * 14, part), abdomen.gas_edge)
-    # Folds of its wall stand in the gas: thin sheets, in some people so many that it looks like a bunch of grapes.
+    # Folds of its wall stand in the gas and part it into cells, in some people so many that it looks like grapes.
     many = 5 * abdomen.folds - 0.5
-    apart = 18.0 - 9.0 * many
-    fold = scene.filled(scene.noise(abdomen.seed + 10, apart, part).abs_().mul_(apart).sub_(1.5))
-    fold.mul_(scene.noise(abdomen.seed + 11, 14.0, part).mul_(3).add_(0.3 + 2.5 * many).clamp_(0, 1))
-    _paint_gas(scene, part, air.mul_(lumen).mul_(fold.neg_().add_(1)))
+    walls = scene.filled(_cell_walls(scene, part, 32.0 - 18.0 * many).sub_(1.2))
+    walls.mul_(scene.noise(abdomen.seed + 11, 14.0, part).mul_(3).add_(0.3 + 2.5 * many).clamp_(0, 1))
+    _paint_gas(scene, part, air.mul_(lumen).mul_(walls.neg_().add_(1)))
+
+
+def _cell_walls(scene: Scene, part: Slices, apart_mm: float) -> Tensor:
+    """How far (mm) each voxel is from the walls between cells: three sets of bent sheets across each other.
+
+    Those of the first are about ``apart_mm`` from each other, those of the others farther.
+    """
+    seed = scene.patient.abdomen.seed
+    turn = torch.linalg.qr(torch.randn(3, 3, generator=torch.Generator().manual_seed(seed)))[0].tolist()
+    sets: list[Tensor] = []
+    for number, row in enumerate(turn):
+        apart = apart_mm * scene.scale * (1.0, 1.5, 2.2)[number]
+        bent = scene.coarse_noise(seed + 20 + number, 22.0).mul_(0.3 * apart)
+        for ahead, points in zip(row, scene.coarse.points(scene.device), strict=True):
+            bent = bent + ahead * points
+        sets.append(scene.up(bent, part).div_(apart).frac_().abs_().sub_(0.5).abs_().mul_(apart))
+    return torch.minimum(torch.minimum(sets[0], sets[1]), sets[2])
 
 
 def paint_mediastinum(scene: Scene) -> None:

@@ -251,6 +251,18 @@ def test_the_left_flexure_lies_along_the_ribs_under_the_diaphragm_anywhere_from_
     assert max(forward) > 0.7
 
 
+def test_folds_part_the_gas_of_the_colon_into_cells() -> None:
+    patient = quiet()
+    shares = []
+    for folds in (0.13, 0.32):
+        abdomen = replace(patient.abdomen, flexure_height=1.0, colon=30.0, colon_gas=1.0, stomach_gas=0.0, folds=folds)
+        grid = chest_of(patient, half=(170, 140, 160), spacing=3.0)
+        gas = render(replace(patient, abdomen=abdomen), grid).tissues == int(Tissue.GAS)
+        core = -torch.nn.functional.max_pool3d(-gas[None].float(), 5, 1, 2)[0] > 0
+        shares.append(float(core.sum() / gas.sum()))
+    assert shares[1] < 0.6 * shares[0]
+
+
 def test_gas_of_the_colon_on_the_left_is_near_the_ribs() -> None:
     medians = []
     for seed in range(6):
