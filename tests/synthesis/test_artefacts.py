@@ -1,5 +1,6 @@
 """Metal, heartbeat, starved shoulders, and a mediastinum that moves: what they change, and what they must not."""
 
+import math
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -249,6 +250,43 @@ def test_the_left_flexure_lies_along_the_ribs_under_the_diaphragm_anywhere_from_
         forward.append(float(y) / patient.torso.half_depth)
     assert min(forward) < 0.3
     assert max(forward) > 0.7
+
+
+def test_one_person_in_three_has_a_loop_of_colon_beside_the_flexure() -> None:
+    looped = []
+    for seed in range(80):
+        x, _, z = anatomy.colon(sample_patient(seed, PRESETS["healthy"])).centres.numpy().T
+        down = int(np.flatnonzero((x < -60) & (z < -200))[0])  # past the flexure, however high
+        left = z[int(np.flatnonzero(x[:down] > -15)[-1]) : down]
+        peak = int(left.argmax())
+        falls = [np.maximum.accumulate(part) - part for part in (left[: peak + 1], left[peak:][::-1])]
+        looped.append(max(float(fall.max()) for fall in falls) > 20)
+    assert 0.2 < np.mean(looped) < 0.5
+
+
+def test_the_stomach_lies_against_the_wall_in_front() -> None:
+    for seed in range(10):
+        patient = sample_patient(seed, PRESETS["healthy"])
+        dome = patient.chest.dome[1]
+        axes = torch.arange(-150.0, 60, 6), torch.arange(-120.0, 200, 3), torch.arange(dome - 200, dome, 6)
+        points = torch.meshgrid(*axes, indexing="ij")
+        inside = anatomy.stomach_shape(points, patient, torch.tensor(-math.inf)) < 0
+        assert 0.88 < float(points[1][inside].max()) / patient.torso.half_depth < 1.0
+
+
+def test_the_diaphragm_falls_less_in_front_than_beside_and_most_behind() -> None:
+    for seed in range(30):
+        patient = sample_patient(seed, PRESETS["healthy"])
+        width, depth = patient.torso.half_width, patient.torso.half_depth
+        falls = {}
+        for where, (x, y) in {
+            "front": (0.48, 0.08 + 0.9),
+            "side": (0.48 + 0.52, 0.08),
+            "behind": (0.48, -0.95),
+        }.items():
+            at = torch.tensor(-x * width), torch.tensor(y * depth)
+            falls[where] = patient.chest.dome[1] - float(anatomy.diaphragm_height(*at, patient, 1))
+        assert 0 <= falls["front"] < falls["side"] < falls["behind"]
 
 
 def test_folds_part_the_gas_of_the_colon_into_cells() -> None:
