@@ -100,7 +100,7 @@ class Abdomen:
     """Bowel, stomach and solid organs.
 
     ``gas_hu`` of stomach and bowel is above the air outside, ``gas_edge`` (mm) how much wider than a voxel its edge is,
-    ``bubbles`` how rare they are in stool, ``folds`` (0.13 to 0.32) how many and how deep the colon's are, and how
+    ``bubbles`` how rare they are in stool, ``folds`` (0.1 to 0.32) how many and how deep the colon's are, and how
     small the cells into which they part its gas.
     """
 
@@ -264,7 +264,7 @@ def _draw_chest(d: Draw, torso: Torso, config: SynthesisConfig) -> Chest:
         dome=(0.0, left_dome),
         recess=max(20.0, d.normal(58, 16 * v)) * breath,
         recess_back=1 + 1.5 * d.uniform(0.2, 0.7),
-        recess_front=d.uniform(0.0, 0.8),
+        recess_front=d.uniform(0.0, 1.0),
         recess_medial=d.uniform(0.12, 0.7),
         dome_power=d.uniform(2.3, 3.1),
         apex_x=d.normal(43, 4 * v),
@@ -329,7 +329,7 @@ def _draw_abdomen(d: Draw, config: SynthesisConfig) -> Abdomen:
         gas_hu=d.about(10, 45, config.randomisation.intensity),
         gas_edge=d.uniform(0.5, 4.5),
         bubbles=d.uniform(0.6, 1.6),
-        folds=d.uniform(0.13, 0.32),
+        folds=d.uniform(0.1, 0.32),
     )
 
 
