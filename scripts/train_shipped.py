@@ -14,6 +14,9 @@ their -gpu variants; ``smoke``: toys, to see the script work). ``--seed`` change
 patients; ``--steps-scale 0.5`` takes half the steps, on the schedule that goes with them, to compare seeds; below 1,000
 steps stage 1 is no locator (docs/model-development.md, entry 12).
 
+A locator may be trained on with ``cascadeseg train --stage 1 --init OUT/stage1/model``; ``--mean RUN1 RUN2`` then takes
+the mean of the weights of such runs for stage 1, which keeps most of what each of them is better at (entry 34).
+
 OUT/model is what `cascadeseg infer --model` takes; OUT/card.md is the part of the model card that can be written by a
 machine: hash, recipe, effort, and with ``--scans`` (see validate.py) the scores. ``--install`` puts the model into the
 package and that part into its card, between the lines that mark it.
@@ -31,10 +34,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from cascadeseg import __version__
 from cascadeseg import config as configs
 from cascadeseg.atomic import replace_text
-from cascadeseg.network import Model, load_model, save_model, shipped_model
+from cascadeseg.network import Model, Stage, load_model, save_model, shipped_model
 from cascadeseg.training.config import TrainingConfig
 from cascadeseg.training.loop import train
 
@@ -82,6 +87,9 @@ def _options() -> argparse.Namespace:
         "--chunk-minutes", type=float, default=0.0, metavar="M", help="stop after so long; default never"
     )
     parser.add_argument("--stage", type=int, choices=(1, 2), nargs=1, help="train this one only; default both, in turn")
+    parser.add_argument(
+        "--mean", type=Path, nargs="+", metavar="RUN", help="stage 1 is the mean of these runs; default OUT/stage1"
+    )
     parser.add_argument("--scans", type=Path, help="scans with references, to score the finished model on")
     parser.add_argument(
         "--model-version", default=__version__, metavar="V", help=f"default the package's, {__version__}"
@@ -133,13 +141,22 @@ def unfinished(stage: int, run: Path, config: TrainingConfig) -> int:
 
 def combined(options: argparse.Namespace) -> Path:
     """The model folder of both finished stages."""
-    first, second = (load_model(options.output / f"stage{stage}" / "model") for stage in (1, 2))
+    runs = options.mean or [options.output / "stage1"]
+    firsts, second = [load_model(run / "model") for run in runs], load_model(options.output / "stage2" / "model")
     notes = {"training_data": "synthetic chest CT only", "recipe": options.preset, "seed": options.seed}
-    notes |= {**first.notes, **second.notes}
-    model = Model(first.locator, second.refiner, name=second.name, version=options.model_version, notes=notes)
+    notes |= {**firsts[-1].notes, **second.notes}
+    locator = mean_of([first.locator for first in firsts])
+    model = Model(locator, second.refiner, name=second.name, version=options.model_version, notes=notes)
     folder: Path = options.output / "model"
     save_model(model, folder)
     return folder
+
+
+def mean_of(stages: Sequence[Stage]) -> Stage:
+    """A stage with the mean of the weights of several, each trained on from the one before."""
+    kept = stages[0].weights
+    stacked = {name: torch.stack([stage.weights[name].float() for stage in stages]) for name in kept}
+    return replace(stages[0], weights={name: every.mean(dim=0).to(kept[name].dtype) for name, every in stacked.items()})
 
 
 # ------------------------------------------------------------------------------------------------ the card
@@ -161,6 +178,7 @@ def as_card(folder: Path, options: argparse.Namespace, scores: str) -> str:
         command += f" --steps-scale {options.steps_scale:g}"
     for number, overrides in ((1, options.set1), (2, options.set2)):
         command += f" --set{number} {' '.join(overrides)}" if overrides else ""
+    command += f" --mean {' '.join(map(str, options.mean))}" if options.mean else ""
     rows += [("recipe", f"`{command}`"), ("size", f"{(folder / 'model.safetensors').stat().st_size / 1e6:.1f} MB")]
     lines = [BEGIN, "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows), ""]
     lines += ["| | stage 1 | stage 2 |", "|---|---|---|"]
