@@ -14,8 +14,9 @@ their -gpu variants; ``smoke``: toys, to see the script work). ``--seed`` change
 patients; ``--steps-scale 0.5`` takes half the steps, on the schedule that goes with them, to compare seeds; below 1,000
 steps stage 1 is no locator (docs/model-development.md, entry 12).
 
-A locator may be trained on with ``cascadeseg train --stage 1 --init OUT/stage1/model``; ``--mean RUN1 RUN2`` then takes
-the mean of the weights of such runs for stage 1, which keeps most of what each of them is better at (entry 34).
+The cpu recipe's stage 1 is three trainings, each going on from the one before: the recipe; 2,500 steps on 500 patients,
+those of the next seed; 2,500 more on the first patients. What counts is the mean of the last two, which keeps most of
+what each of them is better at (entry 34).
 
 OUT/model is what `cascadeseg infer --model` takes; OUT/card.md is the part of the model card that can be written by a
 machine: hash, recipe, effort, and with ``--scans`` (see validate.py) the scores. ``--install`` puts the model into the
@@ -32,7 +33,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -51,12 +52,18 @@ UNFINISHED = 4
 BEGIN, END = "<!-- written by scripts/train_shipped.py -->", "<!-- end -->"
 
 
+class Training(NamedTuple):
+    """One training: which stage, the run's folder, the recipe."""
+
+    stage: int
+    run: Path
+    config: TrainingConfig
+
+
 def main() -> int:
     options = _options()
     began = time.monotonic()
-    for stage in options.stage or (1, 2):
-        config = recipe(stage, options)
-        run = options.output / f"stage{stage}"
+    for stage, run, config in trainings(options):
         left_s = 60 * options.chunk_minutes - (time.monotonic() - began) if options.chunk_minutes else None
         if steps_done(run, stage) < config.optimisation.steps:
             if left_s is not None and left_s < 10:
@@ -87,9 +94,6 @@ def _options() -> argparse.Namespace:
         "--chunk-minutes", type=float, default=0.0, metavar="M", help="stop after so long; default never"
     )
     parser.add_argument("--stage", type=int, choices=(1, 2), nargs=1, help="train this one only; default both, in turn")
-    parser.add_argument(
-        "--mean", type=Path, nargs="+", metavar="RUN", help="stage 1 is the mean of these runs; default OUT/stage1"
-    )
     parser.add_argument("--scans", type=Path, help="scans with references, to score the finished model on")
     parser.add_argument(
         "--model-version", default=__version__, metavar="V", help=f"default the package's, {__version__}"
@@ -110,8 +114,32 @@ def recipe(stage: int, options: argparse.Namespace) -> TrainingConfig:
     config = configs.load(path, TrainingConfig, overrides)
     steps = max(1, round(config.optimisation.steps * options.steps_scale))
     optimisation = replace(config.optimisation, steps=steps, seed=config.optimisation.seed + options.seed)
-    data = replace(config.data, seed=config.data.seed + SEED_STEP * options.seed)
+    cache = config.data.cache or str(options.output / "cache")
+    data = replace(config.data, seed=config.data.seed + SEED_STEP * options.seed, cache=cache)
     return replace(config, data=data, optimisation=optimisation, locator="")
+
+
+def trainings(options: argparse.Namespace) -> list[Training]:
+    """All that is trained, in turn."""
+    found: list[Training] = []
+    for stage in options.stage or (1, 2):
+        first = Training(stage, options.output / f"stage{stage}", recipe(stage, options))
+        found += [first, *(trained_on(first, options) if stage == 1 and options.preset == "cpu" else [])]
+    return found
+
+
+def trained_on(first: Training, options: argparse.Namespace) -> list[Training]:
+    """Two shorter trainings of stage 1: from the first one's weights, on other patients, then on its own."""
+    config, before, found = first.config, first.run, []
+    steps = max(1, round(2500 * options.steps_scale))
+    others = replace(config.data, cases=500, initial=min(config.data.initial, 500), seed=config.data.seed + SEED_STEP)
+    for number, data in enumerate((others, config.data), start=1):
+        seed = config.optimisation.seed + number
+        optimisation = replace(config.optimisation, steps=steps, learning_rate=6e-4, fixed_norm=0.0, seed=seed)
+        on = replace(config, init=str(before / "model"), data=data, optimisation=optimisation)
+        before = before.with_name(f"stage1-on{number}")
+        found.append(Training(1, before, on))
+    return found
 
 
 def trained(config: TrainingConfig, run: Path, device: str, limit_s: float | None) -> None:
@@ -141,11 +169,13 @@ def unfinished(stage: int, run: Path, config: TrainingConfig) -> int:
 
 def combined(options: argparse.Namespace) -> Path:
     """The model folder of both finished stages."""
-    runs = options.mean or [options.output / "stage1"]
-    firsts, second = [load_model(run / "model") for run in runs], load_model(options.output / "stage2" / "model")
+    models = [(one.stage, load_model(one.run / "model")) for one in trainings(options)]
+    firsts = [model for stage, model in models if stage == 1]
+    second = models[-1][1]
     notes = {"training_data": "synthetic chest CT only", "recipe": options.preset, "seed": options.seed}
-    notes |= {**firsts[-1].notes, **second.notes}
-    locator = mean_of([first.locator for first in firsts])
+    notes |= {**firsts[0].notes, **second.notes}
+    notes["stage1_steps"] = sum(int(model.notes["stage1_steps"]) for model in firsts)
+    locator = mean_of([model.locator for model in firsts[1:] or firsts])
     model = Model(locator, second.refiner, name=second.name, version=options.model_version, notes=notes)
     folder: Path = options.output / "model"
     save_model(model, folder)
@@ -178,23 +208,22 @@ def as_card(folder: Path, options: argparse.Namespace, scores: str) -> str:
         command += f" --steps-scale {options.steps_scale:g}"
     for number, overrides in ((1, options.set1), (2, options.set2)):
         command += f" --set{number} {' '.join(overrides)}" if overrides else ""
-    command += f" --mean {' '.join(map(str, options.mean))}" if options.mean else ""
     rows += [("recipe", f"`{command}`"), ("size", f"{(folder / 'model.safetensors').stat().st_size / 1e6:.1f} MB")]
     lines = [BEGIN, "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows), ""]
-    lines += ["| | stage 1 | stage 2 |", "|---|---|---|"]
-    lines += [f"| {name} | {first} | {second} |" for name, first, second in zip(*_effort(options), strict=True)]
+    lines += [f"| {' | '.join(row)} |" for row in _effort(options)]
     return "\n".join([*lines, "", *([scores] if scores else []), END]) + "\n"
 
 
 def _effort(options: argparse.Namespace) -> list[list[str]]:
-    """Columns: what is told, and it of both stages."""
-    columns = [["patients", "steps", "patch", "patches a step", "peak learning rate", "minutes", "device"]]
-    for stage in (1, 2):
-        config, run = recipe(stage, options), options.output / f"stage{stage}"
+    """Rows: what is told, and it of each training; the second one is the line below the heads."""
+    columns = [["", "---", "patients", "steps", "patch", "patches a step", "peak learning rate", "minutes", "device"]]
+    for _, run, config in trainings(options):
         data, numbers = config.data, config.optimisation
         patients = min(data.cases, data.initial + numbers.steps // data.steps_per_case)
         environment = json.loads((run / "environment.json").read_text(encoding="utf-8"))
         columns.append([
+            run.name,
+            "---",
             f"{patients} (`{data.preset}`, seeds from {data.seed + data.validation})",
             str(numbers.steps),
             f"{' x '.join(map(str, numbers.patch))} at {config.view.spacing_mm:g} mm",
@@ -203,7 +232,7 @@ def _effort(options: argparse.Namespace) -> list[list[str]]:
             (run / "minutes.json").read_text(encoding="utf-8").strip(),
             " ".join(str(environment.get(key, "")) for key in ("device", "precision")).strip(),
         ])  # fmt: skip
-    return columns
+    return [list(row) for row in zip(*columns, strict=True)]
 
 
 def install(folder: Path, card: str) -> None:
