@@ -87,6 +87,11 @@ def clipped(scan: Scan, labels: Labels, low_hu: float, high_hu: float) -> Case:
     return changed(scan, scan.hu().clip(low_hu, high_hu)), labels
 
 
+def pictured(scan: Scan, labels: Labels, low_hu: float, high_hu: float) -> Case:
+    """Saved as the 8-bit greys that a window shows."""
+    return changed(scan, (scan.hu().clip(low_hu, high_hu) - low_hu) / (high_hu - low_hu) * 255), labels
+
+
 def cut(scan: Scan, labels: Labels, axis: int, low: float, high: float) -> Case:
     """A field of view that lacks a share of the lungs' extent at the low or the high end of an axis."""
     place = np.flatnonzero(np.isin(labels, [lung.value for lung in LUNGS]).any(tuple({0, 1, 2} - {axis})))
@@ -157,6 +162,7 @@ CHANGES: dict[str, Callable[[Scan, Labels], Case]] = {
     "clipped to -1350..150 HU (lung window)": partial(clipped, low_hu=-1350, high_hu=150),
     "clipped to -600..200 HU (air like lung)": partial(clipped, low_hu=-600, high_hu=200),
     "clipped to -160..240 HU (soft tissue window)": partial(clipped, low_hu=-160, high_hu=240),
+    "256 greys of -1250..250 HU (lung window)": partial(pictured, low_hu=-1250, high_hu=250),
     "without the lungs' upper third": partial(cut, axis=2, low=0, high=1 / 3),
     "without their lower third": partial(cut, axis=2, low=1 / 3, high=0),
     "without their upper two thirds": partial(cut, axis=2, low=0, high=2 / 3),
@@ -177,7 +183,7 @@ CHANGES: dict[str, Callable[[Scan, Labels], Case]] = {
 
 
 def changed(scan: Scan, hu: Labels, spacing_mm: Any = None) -> Scan:
-    """The scan with other voxels, whole HU as scanners store them, and what the doctor says of those."""
+    """The scan with other voxels, whole numbers as scanners store them, and what the doctor says of those."""
     voxels = np.ascontiguousarray(hu.round().clip(-32768, 32767).astype(np.int16))
     grid = Grid.axis_aligned(voxels.shape, scan.grid.spacing_mm if spacing_mm is None else spacing_mm)
     return audit(Scan(voxels, grid, source=scan.source))

@@ -2,8 +2,9 @@
 
 It looks at about a hundred thousand voxels on a coarse lattice (all of them only for NaN, which a lattice would
 miss), says what is odd in a line each, and repairs what has one cause only: a known offset is undone in the
-intercept, signed values read as unsigned are read again. Where a window cut off low values it notes the HU, for the
-cascade to put something in their place. It changes no voxel and refuses nothing.
+intercept, signed values read as unsigned are read again, greys that show lungs become HU by slope and intercept.
+Where a window cut off low values it notes the HU, for the cascade to put something in their place. It changes no voxel
+and refuses nothing.
 
 What makes values HU: a CT of any part of the body holds soft tissue near +40, fat near -100 and, outside the body or
 in lungs and bowel, air near -1000. So the rules look for where the low values end and where the bulk lies, never
@@ -32,13 +33,20 @@ LUNGS_SEEN_HU = -900.0
 """Of what a window cuts off above it some is lung."""
 FAT_HU = -120.0
 """Where fat, too, is cut off nobody can tell it from lung."""
+GREYS = 256
+AIR_HU, TISSUE_HU = -1000.0, -20.0
+"""The median of air and lungs is near the one, of fat, muscle and bone near the other."""
+LUNG_SHARE = 0.15
+"""Of what is not tissue, at least so much is not the blackest black where a window shows lungs."""
+LUNG_DEPTH = 0.13
+"""Of the way from black to tissue, where lungs lie; in a window of soft tissue fat lies higher."""
 UNSURE = "the mask may be wrong"
 
 Values = npt.NDArray[np.float32]
 
 
 def audit(scan: Scan) -> Scan:
-    """The scan with a warning for everything odd about its values and spacing, and a wrong offset undone."""
+    """The scan with a warning for everything odd about its values and spacing, and a wrong offset or scale undone."""
     scan = _signed(scan.warned(*_spacing_oddities(scan.grid), *_not_finite(scan.voxels)))
     everything = _lattice(scan)
     total = everything.size
@@ -54,6 +62,11 @@ def audit(scan: Scan) -> Scan:
     if shift:
         odd.append(f"the values are HU {'plus' if shift > 0 else 'minus'} {abs(shift)}; this was undone")
         scan = replace(scan, intercept=scan.intercept - shift)
+    elif scale := hu_of_greys(values):
+        slope, intercept = scale
+        low, high = values.min(), values.max()
+        odd.append(f"values from {low:.4g} to {high:.4g} were made HU by what looks like air and tissue: {UNSURE}")
+        scan = replace(scan, slope=slope * scan.slope, intercept=slope * scan.intercept + intercept)
     elif doubt := not_hu(values):
         odd.append(f"{doubt}: {UNSURE}")
     elif (floor := cut_off_hu(everything[everything >= PADDING_BELOW_HU])) is not None:
@@ -87,6 +100,30 @@ def offset_hu(values: Values) -> int:
     return -1024 if twice and _share(values, -np.inf, -1300) > 0.01 else 0
 
 
+def hu_of_greys(values: Values) -> tuple[float, float] | None:
+    """Slope and intercept that make HU of a picture's greys, or of values scaled to 0..1, if these show lungs.
+
+    Otsu's threshold (doi 10.1109/TSMC.1979.4310076) parts air and lungs from tissue.
+
+    Args:
+        values: what should be HU, without padding.
+
+    Returns:
+        None where values may be HU, or where the window does not show lungs.
+    """
+    if not _are_greys(values) or values.min() == values.max():
+        return None
+    black = float(values.min())
+    values, _ = _without_padding(values, apart=0.1 * (float(np.median(_halves(values)[1])) - black))
+    low, high = _halves(values)
+    air, tissue, black = float(np.median(low)), float(np.median(high)), float(low.min())
+    seen = low[low > black + 0.005 * (tissue - black)]
+    if len(seen) < LUNG_SHARE * len(low) or np.median(seen) > black + LUNG_DEPTH * (tissue - black):
+        return None
+    slope = (TISSUE_HU - AIR_HU) / (tissue - air)
+    return slope, AIR_HU - slope * air
+
+
 def not_hu(values: Values) -> str:
     """Why values cannot be HU, or an empty string.
 
@@ -97,10 +134,8 @@ def not_hu(values: Values) -> str:
     span = f"{low:.4g} to {high:.4g}"
     if low == high:
         return f"every voxel is {low:.4g}"
-    if high - low < 100 and not (low > -1100 and high < -500):  # a crop of nothing but air or lung is flat
-        return f"values from {span} cannot be HU"
-    if low >= 0 and high <= 255:
-        return f"values from {span} look like an 8-bit picture, not HU"
+    if _are_greys(values):
+        return f"values from {span} {'cannot be HU' if high - low < 100 else 'look like an 8-bit picture, not HU'}"
     bright = _share(values, 700, 1100)
     inverted = bright > 0.1 and bright > 10 * _share(values, -1100, -800) and _share(values, 1200, np.inf) < 0.0005
     if inverted and _share(values, -np.inf, -150) > 0.002:
@@ -158,7 +193,25 @@ def _lattice(scan: Scan, *, stored: bool = False) -> Values:
     return values if stored else values * np.float32(scan.slope) + np.float32(scan.intercept)
 
 
-def _without_padding(values: Values) -> tuple[Values, list[tuple[float, int]]]:
+def _are_greys(values: Values) -> bool:
+    """Whether values are those of an 8-bit picture, or too close together to be HU."""
+    low, high = float(values.min()), float(values.max())
+    flat = low > -1100 and high < -500  # a crop of nothing but air or lung
+    return (low >= 0 and high < GREYS) or (high - low < 100 and not flat)
+
+
+def _halves(values: Values) -> tuple[Values, Values]:
+    """The values below Otsu's threshold and the others."""
+    import SimpleITK  # here alone: it takes a moment
+
+    otsu = SimpleITK.OtsuThresholdImageFilter()
+    otsu.SetNumberOfHistogramBins(GREYS)
+    otsu.Execute(SimpleITK.GetImageFromArray(values[None]))
+    above = values > otsu.GetThreshold()
+    return values[~above], values[above]
+
+
+def _without_padding(values: Values, apart: float = PADDING_APART_HU) -> tuple[Values, list[tuple[float, int]]]:
     """The values without those that fill the corners outside the reconstruction, and (level, count) of these.
 
     Padding is one low value, far below any other.
@@ -167,7 +220,7 @@ def _without_padding(values: Values) -> tuple[Values, list[tuple[float, int]]]:
     total = values.size
     while (low := float(values.min())) < float(values.max()):
         count = int((values == low).sum())
-        above = int((values < low + PADDING_APART_HU).sum()) - count
+        above = int((values < low + apart).sum()) - count
         if count < PADDING_SHARE * total or above > count / 10:
             break
         values = values[values > low]
