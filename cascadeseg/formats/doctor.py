@@ -111,10 +111,12 @@ def hu_of_greys(values: Values) -> tuple[float, float] | None:
     Returns:
         None where values may be HU, or where the window does not show lungs.
     """
-    if not _are_greys(values) or values.min() == values.max():
+    if not _are_greys(values) or _flat(values):
         return None
     black = float(values.min())
     values, _ = _without_padding(values, apart=0.1 * (float(np.median(_halves(values)[1])) - black))
+    if _flat(values):
+        return None
     low, high = _halves(values)
     air, tissue, black = float(np.median(low)), float(np.median(high)), float(low.min())
     seen = low[low > black + 0.005 * (tissue - black)]
@@ -198,6 +200,10 @@ def _are_greys(values: Values) -> bool:
     low, high = float(values.min()), float(values.max())
     flat = low > -1100 and high < -500  # a crop of nothing but air or lung
     return (low >= 0 and high < GREYS) or (high - low < 100 and not flat)
+
+
+def _flat(values: Values) -> bool:
+    return bool(values.min() == values.max())
 
 
 def _halves(values: Values) -> tuple[Values, Values]:

@@ -134,6 +134,7 @@ def test_greys_that_are_made_hu_keep_what_the_header_said_of_them() -> None:
         (np.full(SHAPE, 7, np.int16), "every voxel is 7"),
         (greys(-160, 240, 1), "values from 0 to 1 cannot be HU"),
         (greys(-160, 240, 255), "values from 0 to 255 look like an 8-bit"),
+        ((chest() > -200).astype(np.uint8), "values from 0 to 1 cannot be HU"),
         (-chest(), "the values look inverted"),
         (4095 - (chest() + 1024), "hold neither air nor fat"),
         (np.abs(chest()) * 3, "hold neither air nor fat"),
