@@ -34,7 +34,7 @@ LUNGS_SEEN_HU = -900.0
 FAT_HU = -120.0
 """Where fat, too, is cut off nobody can tell it from lung."""
 GREYS = 256
-AIR_HU, TISSUE_HU = -1000.0, -20.0
+MEDIAN_AIR_HU, MEDIAN_TISSUE_HU = -1000.0, -20.0
 """The median of air and lungs is near the one, of fat, muscle and bone near the other."""
 LUNG_SHARE = 0.15
 """Of what is not tissue, at least so much is not the blackest black where a window shows lungs."""
@@ -122,8 +122,8 @@ def hu_of_greys(values: Values) -> tuple[float, float] | None:
     seen = low[low > black + 0.005 * (tissue - black)]
     if len(seen) < LUNG_SHARE * len(low) or np.median(seen) > black + LUNG_DEPTH * (tissue - black):
         return None
-    slope = (TISSUE_HU - AIR_HU) / (tissue - air)
-    return slope, AIR_HU - slope * air
+    slope = (MEDIAN_TISSUE_HU - MEDIAN_AIR_HU) / (tissue - air)
+    return slope, MEDIAN_AIR_HU - slope * air
 
 
 def not_hu(values: Values) -> str:

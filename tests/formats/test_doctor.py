@@ -142,6 +142,7 @@ def test_greys_that_are_made_hu_keep_what_the_header_said_of_them() -> None:
         (chest().astype(np.float32) * 100, "cannot be HU"),
         (np.random.default_rng(0).normal(0, 8, SHAPE).astype(np.float32), "cannot be HU"),
     ],
+    ids=["constant", "unit", "8-bit", "mask", "inverted", "inverted 12-bit", "MR", "windowed", "scaled", "noise"],
 )
 def test_values_that_cannot_be_hu(values: np.ndarray, words: str) -> None:
     (warning,) = checked(values).warnings
