@@ -42,5 +42,9 @@ LEFT_LUNG = Label(2, "lung_left", "left lung", "left", (255, 150, 60), "44029006
 LUNGS = (RIGHT_LUNG, LEFT_LUNG)
 ANATOMICAL_STRUCTURE = Code("123037004", "Anatomical Structure")
 LUNG = Code("39607008", "Lung")
+LUNG_CHANNELS = slice(1, 3)
+"""Where the lungs are among a locator's outputs; the background is before them, behind them what is `BESIDE` them."""
+BESIDE = range(3, 9)
+"""Voxels of a *reference* that are no lung, by what they are: the groups of `LabelNames.beside` (never written)."""
 IGNORE = 255
 """Voxels of a *reference* that count for neither side (never written by `infer`)."""

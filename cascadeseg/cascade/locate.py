@@ -13,6 +13,7 @@ from torch import Tensor
 from cascadeseg.cascade.resample import resample_scan, windows_of
 from cascadeseg.formats.scan import Scan
 from cascadeseg.geometry import Box, Grid, Shape
+from cascadeseg.labels import LUNG_CHANNELS
 from cascadeseg.network.bounded import Runner
 from cascadeseg.network.engine import slabs_of
 from cascadeseg.network.levels import Layers, Slab
@@ -114,8 +115,8 @@ def _image(scan: Scan, grid: Grid, view: View, device: torch.device) -> Layers:
 
 
 def _probabilities(logits: Tensor) -> Tensor:
-    """(3, X, Y, z) logits to (2, X, Y, z) float16 probabilities of the lungs."""
-    return torch.softmax(logits, dim=0)[1:].half()
+    """(K, X, Y, z) logits, K >= 3, to (2, X, Y, z) float16 probabilities of the lungs."""
+    return torch.softmax(logits, dim=0)[LUNG_CHANNELS].half()
 
 
 def found_in(lungs: Tensor) -> Tensor:

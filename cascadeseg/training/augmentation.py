@@ -20,7 +20,7 @@ from torch import Generator, Tensor
 
 from cascadeseg.cascade.resample import axis_weights, windows_of
 from cascadeseg.formats.doctor import LUNGS_SEEN_HU
-from cascadeseg.labels import IGNORE, LEFT_LUNG, RIGHT_LUNG
+from cascadeseg.labels import BACKGROUND, IGNORE, LEFT_LUNG, RIGHT_LUNG
 from cascadeseg.training.config import TrainingConfig
 
 ELASTIC_POINTS = 4
@@ -164,7 +164,7 @@ def _along_axes(volume: Tensor, matrices: Sequence[Tensor | None]) -> Tensor:
 
 def _by_share(labels: Tensor, move: object, outside: int = 0) -> Tensor:
     """Labels moved as shares of one; a voxel belongs to the label that has more than half of it."""
-    values = [value for value in (RIGHT_LUNG.value, LEFT_LUNG.value, IGNORE) if bool((labels == value).any())]
+    values = [value for value in torch.bincount(labels.flatten()).nonzero().flatten().tolist() if value != BACKGROUND]
     shares = torch.stack([(labels == value).float() for value in values] or [torch.zeros_like(labels).float()])
     moved: Tensor = move(shares)  # type: ignore[operator]
     result = torch.full(moved.shape[1:], outside, dtype=torch.uint8, device=labels.device)

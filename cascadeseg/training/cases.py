@@ -23,7 +23,7 @@ from cascadeseg.cascade.resample import resample_scan, resample_volume
 from cascadeseg.cascade.windowed import restored
 from cascadeseg.formats.scan import Scan
 from cascadeseg.geometry import Grid, canonical_view
-from cascadeseg.labels import BACKGROUND, IGNORE, LEFT_LUNG, LUNGS, RIGHT_LUNG, Label
+from cascadeseg.labels import BACKGROUND, BESIDE, IGNORE, LUNGS, Label
 from cascadeseg.network.engine import Engine
 from cascadeseg.network.model import View
 from cascadeseg.synthesis import PRESETS, Phantom, Tissue, render, sample_patient
@@ -100,25 +100,27 @@ class SyntheticPatient:
 
 def _synthetic_labels(phantom: Phantom, wanted: LabelNames) -> LabelMap:
     """The lungs, or other organs: tissues by name, a ``_right`` or ``_left`` behind it takes that half of the body."""
+    lungs: LabelMap = phantom.labels.cpu().numpy()
     if wanted == LabelNames():
-        lungs: LabelMap = phantom.labels.cpu().numpy()
         return lungs
     tissues = phantom.tissues.cpu().numpy()
     x = phantom.grid.world([(i, 0, 0) for i in range(phantom.grid.shape[0])])[:, 0]
     halves = {"right": (x > 0)[:, None, None], "left": (x <= 0)[:, None, None]}
-    labels = np.zeros(tissues.shape, np.uint8)
-    for value, names in ((RIGHT_LUNG.value, wanted.right), (LEFT_LUNG.value, wanted.left), (IGNORE, wanted.ignore)):
+    labels = lungs.copy() if wanted == LabelNames(beside=wanted.beside) else np.zeros(tissues.shape, np.uint8)
+    for value, names in wanted.by_value().items():
         for name in names:
             tissue, _, half = name.rpartition("_")
             sided = half in halves
             mask = tissues == Tissue[(tissue if sided else name).upper()]
+            if value in BESIDE:
+                mask &= labels == BACKGROUND
             labels[mask & halves[half] if sided else mask] = value
     return labels
 
 
 def unknown_tissues(wanted: LabelNames) -> list[str]:
     """Names that no tissue of the synthetic chest CT has."""
-    names = [*wanted.right, *wanted.left, *wanted.ignore]
+    names = [name for names in wanted.by_value().values() for name in names]
     known = {tissue.name.lower() for tissue in Tissue}
     return [name for name in names if name.removesuffix("_right").removesuffix("_left") not in known]
 
@@ -205,11 +207,10 @@ def labels_on(labels: npt.NDArray[Any], source: Grid, target: Grid) -> Tensor:
     if source.matches(target):
         return torch.from_numpy(np.ascontiguousarray(labels, dtype=np.uint8))
     result = torch.zeros(target.shape, dtype=torch.uint8)
-    for value in (*(lung.value for lung in LUNGS), IGNORE):
-        mask = labels == value
-        if mask.any():
-            share = resample_volume(torch.from_numpy(np.ascontiguousarray(mask)), source, target)
-            result[share > 0.5] = value
+    for value in np.unique(labels):
+        if value != BACKGROUND:
+            mask = torch.from_numpy(np.ascontiguousarray(labels == value))
+            result[resample_volume(mask, source, target) > 0.5] = int(value)
     return result
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from cascadeseg.config import Limits
+from cascadeseg.labels import BACKGROUND, BESIDE, IGNORE, LEFT_LUNG, RIGHT_LUNG
 from cascadeseg.network.model import View
 from cascadeseg.network.unet import UNetConfig
 
@@ -24,12 +25,20 @@ class LabelNames:
         left: of the patient's left lung.
         background: of anything else.
         ignore: of what nothing is asked about.
+        beside: stage 1 only: groups of what else the network learns to tell from the lungs, each by an output of its
+            own (`unet.out_channels` is 3 and one for each); whatever it finds of them, inference leaves out.
     """
 
     right: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
     background: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()
+    beside: tuple[tuple[str, ...], ...] = ()
+
+    def by_value(self) -> dict[int, tuple[str, ...]]:
+        """The names by the value that they get."""
+        sides = {RIGHT_LUNG.value: self.right, LEFT_LUNG.value: self.left, BACKGROUND: self.background}
+        return sides | {IGNORE: self.ignore} | dict(zip(BESIDE, self.beside, strict=False))
 
 
 @dataclass(frozen=True)

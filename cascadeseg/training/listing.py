@@ -146,7 +146,7 @@ def sides(listed: Listing, wanted: LabelNames) -> tuple[dict[int, int], list[str
         Numbers to `labels` values (0 to background always; 255, and what is called ignore, to ignore unless it is
         named otherwise), and one line for every name that is not understood.
     """
-    meaning = {name: value for value, names in _asked(wanted).items() for name in names}
+    meaning = {name: value for value, names in wanted.by_value().items() for name in names}
     mapping, problems = {BACKGROUND: BACKGROUND}, []
     numbers = set(listed.names) | {int(name) for name in meaning if name.isdecimal()}
     for number in sorted(numbers - {BACKGROUND}):
@@ -161,20 +161,12 @@ def sides(listed: Listing, wanted: LabelNames) -> tuple[dict[int, int], list[str
         else:
             mapping[number] = value
     mapping.setdefault(IGNORE, IGNORE)
-    unknown = [name for name in meaning if not name.isdecimal() and name not in listed.names.values()]
+    asked = set(meaning) - {name for names in wanted.beside for name in names}  # a recipe names what few data sets have
+    unknown = [name for name in meaning if name in asked and not name.isdecimal() and name not in listed.names.values()]
     problems += [f"data.labels names '{name}', which the data set does not have" for name in unknown]
     if not {RIGHT_LUNG.value, LEFT_LUNG.value} & set(mapping.values()):
         problems.append("no label is a lung with its side; name the labels under data.labels (right, left)")
     return mapping, problems
-
-
-def _asked(wanted: LabelNames) -> dict[int, tuple[str, ...]]:
-    return {
-        RIGHT_LUNG.value: wanted.right,
-        LEFT_LUNG.value: wanted.left,
-        BACKGROUND: wanted.background,
-        IGNORE: wanted.ignore,
-    }
 
 
 def _understood(name: str) -> int | None:

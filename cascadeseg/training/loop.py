@@ -21,6 +21,7 @@ import torch
 from cascadeseg import config as configs
 from cascadeseg.atomic import replace_text
 from cascadeseg.errors import CascadesegError, ConfigError, ModelError, OutputError
+from cascadeseg.labels import BESIDE
 from cascadeseg.network.model import load_model, save_model
 from cascadeseg.network.unet import UNet
 from cascadeseg.training.cache import locator_folder
@@ -323,10 +324,14 @@ def _check_numbers(config: TrainingConfig) -> None:
         raise ConfigError("optimisation.batch", str(numbers.batch), f"{LARGEST_BATCH} at most")
     if any(n % unet.stride for n in numbers.patch):
         raise ConfigError("optimisation.patch", str(list(numbers.patch)), f"multiples of {unet.stride}")
-    wanted = view.channels, 3 if config.stage == 1 else 1
+    beside = config.data.labels.beside
+    if len(beside) > (len(BESIDE) if config.stage == 1 else 0):
+        expected = f"{len(BESIDE)} at most" if config.stage == 1 else "none: stage 2 knows one lung and what is not"
+        raise ConfigError("data.labels.beside", f"{len(beside)} groups", expected)
+    wanted = view.channels, 3 + len(beside) if config.stage == 1 else 1
     if (unet.in_channels, unet.out_channels) != wanted:
         found = f"{unet.in_channels} channels in and {unet.out_channels} out"
-        expected = f"{wanted[0]} in and {wanted[1]} out, for stage {config.stage} and its view"
+        expected = f"{wanted[0]} in and {wanted[1]} out, for stage {config.stage}, its view and labels"
         raise ConfigError("unet", found, expected, "change unet.in_channels, unet.out_channels or the view")
 
 

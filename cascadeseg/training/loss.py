@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cascadeseg.labels import BACKGROUND, IGNORE
+from cascadeseg.labels import BACKGROUND, IGNORE, LUNG_CHANNELS
 
 SMOOTH_VOXELS = 50.0
 """Keeps the Dice of a patch without lung near 1 for a few false voxels, instead of 0 for a single one."""
@@ -54,7 +54,8 @@ def segmentation_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     the batch is divided.
 
     Args:
-        logits: (B, K, X, Y, Z): K = 1, one lung by its logit; K = 3, background, right, left.
+        logits: (B, K, X, Y, Z): K = 1, one lung by its logit; K >= 3, background, right, left, and what is beside them,
+            which only the cross-entropy knows.
         labels: (B, X, Y, Z) uint8; `IGNORE` voxels count for nothing.
 
     Returns:
@@ -68,7 +69,7 @@ def segmentation_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         probabilities = torch.sigmoid(logits)
     else:
         entropy = F.cross_entropy(logits, classes, reduction="none")
-        probabilities = torch.softmax(logits, dim=1)[:, 1:]
+        probabilities = torch.softmax(logits, dim=1)[:, LUNG_CHANNELS]
     truth = torch.stack([classes == value for value in range(1, probabilities.shape[1] + 1)], dim=1)
     weights = counts[:, None].float()
     overlap = (probabilities * truth * weights).sum(dim=(2, 3, 4))

@@ -79,6 +79,25 @@ class Elsewhere(Thresholder):
         return finish(torch.ones(3, *image.shape[1:]))
 
 
+class Besides(Thresholder):
+    """With outputs for two things beside the lungs, the second of which is surer than they are in the lower half."""
+
+    def __call__(self, image: Image, finish: Finish = unchanged) -> Tensor:
+        logits = super().__call__(image)
+        beside = torch.full_like(logits[:2], -90.0)
+        beside[1, ..., : image.shape[-1] // 2] = 90.0
+        return finish(torch.cat([logits, beside]))
+
+
+def test_what_a_network_knows_beside_the_lungs_is_no_lung():
+    scan, stage = chest(chest_grid((4.0, 4.0, 4.0))), tiny_model().locator
+    found, whole = (locate(scan, engine(stage, sides=True)).lungs for engine in (Besides, Thresholder))
+    half = whole.shape[-1] // 2
+    assert found_in(whole[..., :half]).any()
+    assert not found[..., :half].any()
+    assert torch.equal(found[..., half:], whole[..., half:])
+
+
 def test_stage_1s_opinion_is_in_the_hosts_memory_on_any_device():
     found = locate(chest(chest_grid()), Elsewhere(tiny_model().locator, sides=True, device=torch.device("meta")))
     assert found.lungs.device.type == "cpu"

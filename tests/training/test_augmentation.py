@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cascadeseg.cascade.resample import windows_of
-from cascadeseg.labels import IGNORE
+from cascadeseg.labels import BESIDE, IGNORE
 from cascadeseg.training.augmentation import _blurred, cut, varied
 from cascadeseg.training.cases import prepare
 from cascadeseg.training.data import batch_of, patients_of
@@ -77,6 +77,19 @@ def test_mirroring_swaps_the_sides(whole):
     patch, target = patch_of(image, labels, config, 0)
     np.testing.assert_array_equal(patch.numpy()[0, ::-1], image[0].astype(np.float32))
     np.testing.assert_array_equal(target.numpy()[::-1], np.array([0, 2, 1], np.uint8)[labels])
+
+
+@pytest.mark.parametrize("warp", [0.0, 1.0])
+def test_what_is_beside_the_lungs_is_varied_with_them(whole, warp):
+    config = replace(whole, augmentation=replace(NOTHING_RANDOM, mirror=1.0, warp=warp, scale=0.1, rotation_deg=5.0))
+    labels = np.full((40, 40, 40), BESIDE[0], np.uint8)
+    labels[:, :, :20] = BESIDE[-1]
+    image = labels[None].astype(np.float16) / 16
+    patch, target = patch_of(image, labels, config, 0)
+    asked = target != IGNORE
+    assert asked.float().mean() > 0.5
+    expected = torch.where(patch[0] * 16 > (BESIDE[0] + BESIDE[-1]) / 2, BESIDE[-1], BESIDE[0])
+    assert float((target == expected)[asked].float().mean()) > 0.99
 
 
 def test_stage_2_mirrors_by_itself():

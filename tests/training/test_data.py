@@ -24,7 +24,8 @@ from cascadeseg.cli import main
 from cascadeseg.errors import ConfigError, OutputError
 from cascadeseg.formats import read_labels, read_scan, write_labels, write_scan
 from cascadeseg.formats.scan import Scan
-from cascadeseg.labels import IGNORE, LEFT_LUNG, LUNGS, RIGHT_LUNG
+from cascadeseg.geometry import Grid
+from cascadeseg.labels import BESIDE, IGNORE, LEFT_LUNG, LUNGS, RIGHT_LUNG
 from cascadeseg.network import View, load_model
 from cascadeseg.training import cache as caching
 from cascadeseg.training.cache import CaseStore, predicts_boxes, recipe_digest
@@ -158,6 +159,12 @@ def test_a_recipe_says_what_a_name_does_not():
     assert sides(Listing((), names), wanted) == ({0: 0, 1: IGNORE, 2: 0, 5: 2, 6: 1, 255: IGNORE}, [])
     _, problems = sides(Listing((), names), replace(wanted, right=("Q",)))
     assert any("'Q', which the data set does not have" in problem for problem in problems)
+
+
+def test_a_data_set_may_have_what_is_beside_the_lungs_and_need_not():
+    names = {1: "lung_right", 2: "lung_left", 3: "stomach", 4: "trachea"}
+    beside = LabelNames(beside=(("airway", "trachea"), ("stomach", "bowel")))
+    assert sides(Listing((), names), beside) == ({0: 0, 1: 1, 2: 2, 3: BESIDE[1], 4: BESIDE[0], 255: IGNORE}, [])
 
 
 def test_ten_faults_are_told_in_one_go_and_nothing_is_started(tmp_path, capsys):
@@ -484,6 +491,27 @@ def test_synthetic_patients_can_teach_other_organs():
     bad = with_data(stage1("synthetic"), labels=LabelNames(right=("lever",)))
     with pytest.raises(ConfigError, match="lever; expected tissues"):
         patients_of(bad, Path("none"))
+
+
+def test_synthetic_patients_teach_what_is_beside_the_lungs():
+    lungs = SyntheticPatient(3, "healthy", LabelNames()).whole(12.0)[1]
+    beside = LabelNames(beside=(("stomach", "bowel", "gas"), ("airway", "lung")))
+    labels = SyntheticPatient(3, "healthy", beside).whole(12.0)[1]
+    assert np.array_equal(np.where(np.isin(labels, BESIDE), 0, labels), lungs)
+    for value, least_ml in zip(BESIDE, (100, 5), strict=False):
+        assert (labels == value).sum() * 1.2**3 > least_ml
+    bad = with_data(stage1("synthetic"), labels=LabelNames(beside=(("bowl",),)))
+    with pytest.raises(ConfigError, match="bowl; expected tissues"):
+        patients_of(bad, Path("none"))
+
+
+def test_labels_of_what_is_beside_the_lungs_come_along_to_another_grid():
+    grid = Grid((40, 40, 40), np.eye(4))
+    labels = np.zeros(grid.shape, np.uint8)
+    labels[10:30, 10:30, 10:20], labels[10:30, 10:30, 20:30] = BESIDE[1], BESIDE[0]
+    moved = labels_on(labels, grid, grid.resampled(2.0))
+    assert [int((moved == value).sum()) for value in (BESIDE[0], BESIDE[1])] == [500, 500]
+    assert int((moved > 0).sum()) == 1000
 
 
 def test_patients_to_come_are_as_large_as_those_that_are_there(folder, cache, tmp_path):

@@ -27,7 +27,7 @@ from cascadeseg.labels import LUNGS
 from cascadeseg.network import UNet, UNetConfig, View, load_model
 from cascadeseg.training import loop, step, validation
 from cascadeseg.training.cache import CaseStore
-from cascadeseg.training.config import TrainingConfig
+from cascadeseg.training.config import LabelNames, TrainingConfig
 from cascadeseg.training.log import Log
 from cascadeseg.training.loop import train
 from cascadeseg.training.state import Relief, averaged, update_average
@@ -495,6 +495,11 @@ def test_a_network_that_does_not_fit_its_stage_is_refused(recipe, tmp_path):
     config = recipe()
     with pytest.raises(ConfigError, match="unet: 1 channels in and 1 out; expected 1 in and 3 out"):
         run(replace(config, unet=replace(config.unet, out_channels=1)), tmp_path)
+    beside = with_data(config, labels=LabelNames(beside=(("stomach",),)))
+    with pytest.raises(ConfigError, match="unet: 1 channels in and 3 out; expected 1 in and 4 out"):
+        run(beside, tmp_path)
+    with pytest.raises(ConfigError, match=r"data.labels.beside: 1 groups; expected none: stage 2"):
+        run(replace(beside, stage=2), tmp_path)
 
 
 def test_a_locator_that_is_not_there_is_told_before_anything_starts(folder, tmp_path):

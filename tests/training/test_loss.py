@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from cascadeseg.labels import IGNORE
+from cascadeseg.labels import BESIDE, IGNORE
 from cascadeseg.training.config import OptimisationConfig
 from cascadeseg.training.loss import segmentation_loss, supervised_loss
 from cascadeseg.training.optimiser import learning_rate
@@ -36,6 +36,19 @@ def test_a_batchs_loss_is_the_mean_of_its_patches_losses():
     together = segmentation_loss(logits, labels)[0]
     single = [segmentation_loss(logits[i : i + 1], labels[i : i + 1])[0] for i in range(3)]
     assert torch.allclose(together, torch.stack(single).mean())
+
+
+def test_what_is_beside_the_lungs_is_told_from_them_and_has_no_dice():
+    labels = torch.zeros(1, 8, 8, 8, dtype=torch.uint8)
+    labels[:, :2], labels[:, 2:4], labels[:, 4:6] = BESIDE[0], 1, 2
+    said = 8.0 * torch.nn.functional.one_hot(labels.long(), 4).movedim(-1, 1)
+    good, dice_good = segmentation_loss(said, labels)
+    unnamed, dice_unnamed = segmentation_loss(said[:, [3, 1, 2, 0]], labels)
+    _, dice_taken = segmentation_loss(said[:, [0, 3, 2, 1]], labels)
+    assert float(good) < 0.05
+    assert float(dice_unnamed) == pytest.approx(float(dice_good), abs=1e-3)
+    assert float(unnamed) > 1
+    assert float(dice_taken) < 0.7
 
 
 @pytest.mark.parametrize("channels", [1, 3])
