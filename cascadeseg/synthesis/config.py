@@ -70,6 +70,8 @@ class ConfounderConfig:
 
     Attributes:
         bowel_gas: gas in oesophagus, stomach and bowel.
+        high_colon: share of patients, above those by chance, whose colon is wide, full of gas and right under the left
+            dome.
         outside_air: fields of view wider than the body, up to 700 mm; without, all are tight around it.
         couch: the scanner's table, 0 for none.
         arms: arms beside the trunk, with air between.
@@ -77,6 +79,7 @@ class ConfounderConfig:
     """
 
     bowel_gas: float = 1.0
+    high_colon: float = 0.0
     outside_air: float = 1.0
     couch: float = 1.0
     arms: float = 1.0
@@ -122,7 +125,9 @@ class RandomisationConfig:
 
 @dataclass(frozen=True)
 class ViewConfig:
-    """How often each field of view is drawn (weights); a slab of the abdomen is 25 to 120 mm thick."""
+    """How often each field of view is drawn (weights); a slab of the abdomen is 25 to 120 mm thick, ``bases`` begin
+    between the domes and the recesses.
+    """
 
     chest: float = 0.42
     chest_abdomen: float = 0.15
@@ -130,6 +135,7 @@ class ViewConfig:
     partial: float = 0.15
     one_lung: float = 0.10
     abdominal_slab: float = 0.0
+    bases: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -168,6 +174,22 @@ def _ablations() -> dict[str, SynthesisConfig]:
     }
 
 
+_TRAINING = SynthesisConfig(
+    pathology=PathologyConfig(
+        healthy_share=0.4,
+        consolidation=0.5,
+        consolidation_reach=1.5,
+        consolidation_density=1.3,
+        lobar=0.3,
+        white_lung=0.1,
+        emphysema=0.25,
+        effusion=0.4,
+        effusion_depth=40.0,
+    ),
+    randomisation=RandomisationConfig(density=0.3),
+    view=ViewConfig(lung_free=0.14, partial=0.25, abdominal_slab=0.14),
+)
+
 PRESETS: dict[str, SynthesisConfig] = {
     "default": SynthesisConfig(),
     "healthy": SynthesisConfig(pathology=PathologyConfig(rate=0.0), view=_CHEST),
@@ -186,20 +208,11 @@ PRESETS: dict[str, SynthesisConfig] = {
     "abdomen": SynthesisConfig(view=replace(_CHEST, chest=0, lung_free=1)),
     "one_lung": SynthesisConfig(view=replace(_CHEST, chest=0, one_lung=1)),
     "partial": SynthesisConfig(view=replace(_CHEST, chest=0, partial=1)),
-    "training": SynthesisConfig(
-        pathology=PathologyConfig(
-            healthy_share=0.4,
-            consolidation=0.5,
-            consolidation_reach=1.5,
-            consolidation_density=1.3,
-            lobar=0.3,
-            white_lung=0.1,
-            emphysema=0.25,
-            effusion=0.4,
-            effusion_depth=40.0,
-        ),
-        randomisation=RandomisationConfig(density=0.3),
-        view=ViewConfig(lung_free=0.14, partial=0.25, abdominal_slab=0.14),
+    "training": _TRAINING,
+    "training_bowel": replace(
+        _TRAINING,
+        confounders=ConfounderConfig(high_colon=0.6),
+        view=ViewConfig(chest=0.25, lung_free=0.1, partial=0.2, one_lung=0.06, abdominal_slab=0.08, bases=0.3),
     ),
 } | {f"without_{name}": config for name, config in _ablations().items()}
 """Patients by name; ``without_...`` are the default ones less one group, for ablations."""

@@ -314,7 +314,7 @@ def _raised(chest: Chest, findings: Findings) -> Chest:
 
 def _draw_abdomen(d: Draw, config: SynthesisConfig) -> Abdomen:
     gas = config.confounders.bowel_gas
-    return Abdomen(
+    abdomen = Abdomen(
         liver=d.normal(1, 0.1),
         spleen=d.lognormal(1, 0.2, 0.6, 2.2),
         stomach=d.uniform(0.6, 1.35),
@@ -331,6 +331,9 @@ def _draw_abdomen(d: Draw, config: SynthesisConfig) -> Abdomen:
         bubbles=d.uniform(0.6, 1.6),
         folds=d.uniform(0.1, 0.32),
     )
+    if not d.chance(config.confounders.high_colon * gas):
+        return abdomen
+    return replace(abdomen, colon=d.uniform(18, 36), colon_gas=d.uniform(0.45, 1), flexure_height=d.uniform(0.7, 1))
 
 
 def _draw_hounsfield(d: Draw, torso: Torso, config: SynthesisConfig) -> Hounsfield:

@@ -110,7 +110,7 @@ def _with_rest(*rates: float, factor: float) -> list[float]:
 
 def draw_view(d: Draw, config: SynthesisConfig, torso: Torso) -> View:
     """Draw what part of the patient was saved."""
-    kinds = ("chest", "chest_abdomen", "lung_free", "partial", "one_lung", "abdominal_slab")
+    kinds = ("chest", "chest_abdomen", "lung_free", "partial", "one_lung", "abdominal_slab", "bases")
     kind = d.pick(kinds, [getattr(config.view, k) for k in kinds])
     top = torso.height
     body = 2 * torso.size * (torso.half_width + torso.muscle + 0.8 * torso.fat) + 10
@@ -132,6 +132,9 @@ def draw_view(d: Draw, config: SynthesisConfig, torso: Torso) -> View:
     elif kind == "abdominal_slab":
         high = d.uniform(-160, -60)
         low = high - d.uniform(25, 120)
+    elif kind == "bases":
+        high = d.uniform(-75, 5)
+        low = high - d.uniform(40, 380)
     elif kind == "one_lung":
         side = 1 if d.chance(0.5) else -1
         width = d.uniform(150, 260) * max(torso.size, 0.6)

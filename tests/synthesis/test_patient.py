@@ -7,6 +7,7 @@ import numpy as np
 from cascadeseg.synthesis import PRESETS, SynthesisConfig, sample_patient
 from cascadeseg.synthesis.config import AcquisitionConfig, PathologyConfig
 from cascadeseg.synthesis.findings import Findings
+from cascadeseg.synthesis.patient import Patient
 
 
 def test_presets_are_there() -> None:
@@ -82,6 +83,25 @@ def test_thin_slabs_of_the_abdomen_are_for_training_only() -> None:
     assert abs(len(slabs) / 200 - weights["abdominal_slab"] / sum(weights.values())) < 0.04
     assert all(view.high <= -60 and 25 <= view.high - view.low <= 120 for view in slabs)
     assert not any(view.kind == "abdominal_slab" for view in views["default"])
+
+
+def test_bowel_that_looks_like_lung_is_common_where_it_is_asked_for() -> None:
+    usual, bowel = ([sample_patient(n, PRESETS[name]) for n in range(200)] for name in ("training", "training_bowel"))
+
+    def high(patient: Patient) -> bool:
+        abdomen = patient.abdomen
+        return abdomen.colon >= 18 and abdomen.colon_gas >= 0.45 and abdomen.flexure_height >= 0.7
+
+    assert 100 < sum(map(high, bowel)) < 145
+    assert sum(map(high, usual)) < 40
+    bases = [patient.view for patient in bowel if patient.view.kind == "bases"]
+    assert 40 < len(bases) < 90
+    assert all(-75 <= view.high <= 5 and 40 <= view.high - view.low <= 380 for view in bases)
+    assert not any(patient.view.kind == "bases" for patient in usual)
+    assert all(
+        before.chest == now.chest and before.hounsfield == now.hounsfield
+        for before, now in zip(usual, bowel, strict=True)
+    )
 
 
 def test_dark_lungs_are_common_in_training() -> None:
