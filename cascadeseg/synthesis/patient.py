@@ -100,8 +100,8 @@ class Abdomen:
     """Bowel, stomach and solid organs.
 
     ``gas_hu`` of stomach and bowel is above the air outside, ``gas_edge`` (mm) how much wider than a voxel its edge is,
-    ``bubbles`` how rare they are in stool, ``folds`` (0.1 to 0.32) how many and how deep the colon's are, and how
-    small the cells into which they part its gas.
+    ``bubbles`` how rare they are in stool, ``folds`` (0.1 to 0.36) how many and how deep the colon's are, and how
+    small the cells into which they part its gas, ``walls_mm`` how thick the walls between these are.
     """
 
     liver: float
@@ -119,6 +119,7 @@ class Abdomen:
     gas_edge: float
     bubbles: float
     folds: float
+    walls_mm: float = 2.4
 
 
 @dataclass(frozen=True)
@@ -333,7 +334,14 @@ def _draw_abdomen(d: Draw, config: SynthesisConfig) -> Abdomen:
     )
     if not d.chance(config.confounders.high_colon * gas):
         return abdomen
-    return replace(abdomen, colon=d.uniform(18, 36), colon_gas=d.uniform(0.45, 1), flexure_height=d.uniform(0.7, 1))
+    return replace(
+        abdomen,
+        colon=d.uniform(18, 36),
+        colon_gas=d.uniform(0.45, 1),
+        flexure_height=d.uniform(0.7, 1),
+        folds=d.uniform(0.12, 0.36),
+        walls_mm=d.uniform(2, 5.5),
+    )
 
 
 def _draw_hounsfield(d: Draw, torso: Torso, config: SynthesisConfig) -> Hounsfield:

@@ -406,7 +406,7 @@ def _paint_colon_gas(scene: Scene, part: Slices, lumen: Tensor) -> None:
     air = scene.filled(scene.up(where * 14, part), abdomen.gas_edge)
     # Folds of its wall stand in the gas and part it into cells, in some people so many that it looks like grapes.
     many = 5 * abdomen.folds - 0.5
-    walls = scene.filled(_cell_walls(scene, part, 32.0 - 18.0 * many).sub_(1.2))
+    walls = scene.filled(_cell_walls(scene, part, 32.0 - 18.0 * many).sub_(abdomen.walls_mm / 2))
     walls.mul_(scene.noise(abdomen.seed + 11, 14.0, part).mul_(3).add_(0.3 + 2.5 * many).clamp_(0, 1))
     _paint_gas(scene, part, air.mul_(lumen).mul_(walls.neg_().add_(1)))
 

@@ -291,14 +291,17 @@ def test_the_diaphragm_falls_less_in_front_than_beside_and_most_behind() -> None
 
 def test_folds_part_the_gas_of_the_colon_into_cells() -> None:
     patient = quiet()
-    shares = []
-    for folds in (0.13, 0.32):
-        abdomen = replace(patient.abdomen, flexure_height=1.0, colon=30.0, colon_gas=1.0, stomach_gas=0.0, folds=folds)
+    shares, volumes = [], []
+    full = replace(patient.abdomen, flexure_height=1.0, colon=30.0, colon_gas=1.0, stomach_gas=0.0)
+    for folds, walls_mm in ((0.13, 2.4), (0.32, 2.4), (0.32, 5.0)):
+        abdomen = replace(full, folds=folds, walls_mm=walls_mm)
         grid = chest_of(patient, half=(170, 140, 160), spacing=3.0)
         gas = render(replace(patient, abdomen=abdomen), grid).tissues == int(Tissue.GAS)
         core = -torch.nn.functional.max_pool3d(-gas[None].float(), 5, 1, 2)[0] > 0
         shares.append(float(core.sum() / gas.sum()))
+        volumes.append(int(gas.sum()))
     assert shares[1] < 0.6 * shares[0]
+    assert volumes[2] < 0.8 * volumes[1]
 
 
 def test_gas_of_the_colon_on_the_left_is_near_the_ribs() -> None:

@@ -94,6 +94,8 @@ def test_bowel_that_looks_like_lung_is_common_where_it_is_asked_for() -> None:
 
     assert 100 < sum(map(high, bowel)) < 145
     assert sum(map(high, usual)) < 40
+    assert all(patient.abdomen.walls_mm == 2.4 for patient in usual)
+    assert sum(patient.abdomen.walls_mm > 3 for patient in bowel) > 60
     bases = [patient.view for patient in bowel if patient.view.kind == "bases"]
     assert 40 < len(bases) < 90
     assert all(-75 <= view.high <= 5 and 40 <= view.high - view.low <= 380 for view in bases)
