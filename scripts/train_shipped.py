@@ -135,8 +135,8 @@ def trained_on(first: Training, options: argparse.Namespace) -> list[Training]:
     config, before, found = first.config, first.run, []
     steps = max(1, round(2500 * options.steps_scale))
     for number in (1, 2):
-        data = replace(config.data, preset=BOWEL, cases=500, initial=min(config.data.initial, 500))
-        data = replace(data, seed=data.seed + number * SEED_STEP)
+        initial, first_patient = min(config.data.initial, 500), config.data.seed + number * SEED_STEP
+        data = replace(config.data, preset=BOWEL, cases=500, initial=initial, seed=first_patient)
         seed = config.optimisation.seed + number
         optimisation = replace(config.optimisation, steps=steps, learning_rate=6e-4, fixed_norm=0.0, seed=seed)
         on = replace(config, init=str(before / "model"), data=data, optimisation=optimisation)

@@ -27,6 +27,7 @@ class LabelNames:
         ignore: of what nothing is asked about.
         beside: stage 1 only: groups of what else the network learns to tell from the lungs, each by an output of its
             own (`unet.out_channels` is 3 and one for each); whatever it finds of them, inference leaves out.
+            What a data set lacks is passed over, and what is named above as well is what it is there.
     """
 
     right: tuple[str, ...] = ()
@@ -36,9 +37,10 @@ class LabelNames:
     beside: tuple[tuple[str, ...], ...] = ()
 
     def by_value(self) -> dict[int, tuple[str, ...]]:
-        """The names by the value that they get."""
-        sides = {RIGHT_LUNG.value: self.right, LEFT_LUNG.value: self.left, BACKGROUND: self.background}
-        return sides | {IGNORE: self.ignore} | dict(zip(BESIDE, self.beside, strict=False))
+        """The names by the value that they get; of two values for one name the later one counts."""
+        beside = dict(zip(BESIDE, self.beside, strict=False))
+        sides = {RIGHT_LUNG.value: self.right, LEFT_LUNG.value: self.left}
+        return beside | sides | {BACKGROUND: self.background, IGNORE: self.ignore}
 
 
 @dataclass(frozen=True)

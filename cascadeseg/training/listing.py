@@ -16,7 +16,7 @@ from typing import Any
 
 from cascadeseg.errors import ConfigError
 from cascadeseg.formats import stem_of
-from cascadeseg.labels import BACKGROUND, IGNORE, LEFT_LUNG, RIGHT_LUNG
+from cascadeseg.labels import BACKGROUND, BESIDE, IGNORE, LEFT_LUNG, RIGHT_LUNG
 from cascadeseg.training.config import LabelNames
 
 LAYOUTS = (
@@ -161,8 +161,8 @@ def sides(listed: Listing, wanted: LabelNames) -> tuple[dict[int, int], list[str
         else:
             mapping[number] = value
     mapping.setdefault(IGNORE, IGNORE)
-    asked = set(meaning) - {name for names in wanted.beside for name in names}  # a recipe names what few data sets have
-    unknown = [name for name in meaning if name in asked and not name.isdecimal() and name not in listed.names.values()]
+    needed = [name for name, value in meaning.items() if value not in BESIDE]
+    unknown = [name for name in needed if not name.isdecimal() and name not in listed.names.values()]
     problems += [f"data.labels names '{name}', which the data set does not have" for name in unknown]
     if not {RIGHT_LUNG.value, LEFT_LUNG.value} & set(mapping.values()):
         problems.append("no label is a lung with its side; name the labels under data.labels (right, left)")

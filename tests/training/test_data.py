@@ -165,6 +165,8 @@ def test_a_data_set_may_have_what_is_beside_the_lungs_and_need_not():
     names = {1: "lung_right", 2: "lung_left", 3: "stomach", 4: "trachea"}
     beside = LabelNames(beside=(("airway", "trachea"), ("stomach", "bowel")))
     assert sides(Listing((), names), beside) == ({0: 0, 1: 1, 2: 2, 3: BESIDE[1], 4: BESIDE[0], 255: IGNORE}, [])
+    asked = replace(beside, ignore=("stomach",), background=("trachea",))
+    assert sides(Listing((), names), asked) == ({0: 0, 1: 1, 2: 2, 3: IGNORE, 4: 0, 255: IGNORE}, [])
 
 
 def test_ten_faults_are_told_in_one_go_and_nothing_is_started(tmp_path, capsys):
