@@ -8,8 +8,8 @@ import sys
 from functools import cache
 from pathlib import Path
 
-M_ARENA_MAX = -8
-"""Of glibc's ``mallopt``: how many heaps a process may have."""
+M_ARENA_MAX, M_MMAP_MAX, M_TRIM_THRESHOLD = -8, -4, -1
+"""Of glibc's ``mallopt``: how many heaps a process may have, how many blocks of their own, what may stay unused."""
 OUT_OF_MEMORY = ("out of memory", "not enough memory", "can't allocate memory", "alloc_failed")
 """How the RuntimeErrors of torch on a processor or on MPS, of CUDA, cuBLAS and cuDNN say so, in small letters."""
 
@@ -49,6 +49,19 @@ def share_one_heap() -> None:
     set_option = getattr(_c_library(), "mallopt", None)
     if set_option is not None and "MALLOC_ARENA_MAX" not in os.environ:
         set_option(M_ARENA_MAX, 1)
+
+
+def keep_freed_memory() -> None:
+    """Has the C library keep what is freed, in one heap, for who asks for as much again and again.
+
+    By itself it gives blocks of more than 32 MB back at once, and the system clears each page of the next one anew.
+    Unless the environment says otherwise (``MALLOC_MMAP_THRESHOLD_``, ``MALLOC_ARENA_MAX``).
+    """
+    set_option = getattr(_c_library(), "mallopt", None)
+    if set_option is not None and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+        share_one_heap()
+        set_option(M_MMAP_MAX, 0)
+        set_option(M_TRIM_THRESHOLD, -1)
 
 
 @cache

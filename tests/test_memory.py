@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+from subprocess import run
 from types import SimpleNamespace
 
 import pytest
@@ -31,6 +32,40 @@ def test_where_nobody_knows_how_large_the_process_is_memory_goes_back(monkeypatc
 def test_a_library_that_cannot_give_back_is_left_alone(monkeypatch):
     monkeypatch.setattr(memory, "_c_library", lambda: None)
     memory.give_back_freed_memory()
+
+
+@pytest.mark.parametrize("variable", [None, "MALLOC_MMAP_THRESHOLD_"])
+def test_training_keeps_what_it_freed_unless_the_environment_says_otherwise(monkeypatch, variable):
+    monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
+    monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
+    options: dict[int, int] = {}
+    monkeypatch.setattr(memory, "_c_library", lambda: SimpleNamespace(mallopt=options.__setitem__))
+    if variable:
+        monkeypatch.setenv(variable, "131072")
+    memory.keep_freed_memory()
+    wanted = {memory.M_ARENA_MAX: 1, memory.M_MMAP_MAX: 0, memory.M_TRIM_THRESHOLD: -1}
+    assert options == ({} if variable else wanted)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of glibc")
+def test_what_was_kept_is_used_again_and_need_not_be_cleared():
+    program = """
+import resource, sys, torch
+from cascadeseg.memory import keep_freed_memory
+if sys.argv[1] == "kept":
+    keep_freed_memory()
+for number in range(36):
+    if number == 32:  # by then the heap is as large as it gets
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(2**24)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    cleared = [
+        int(run([sys.executable, "-c", program, how], check=True, capture_output=True).stdout)
+        for how in ("by itself", "kept")
+    ]
+    assert cleared[0] >= 4 * 2**26 / 2**21, "pages of 2 MB are the largest"
+    assert cleared[1] < cleared[0] / 4
 
 
 @pytest.mark.parametrize(

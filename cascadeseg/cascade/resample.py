@@ -87,7 +87,7 @@ def resample_volume(volume: Tensor | Callable[[Box], Tensor], source: Grid, targ
     box = Box((x.start, y.start, z.start), (x.stop, y.stop, z.stop))
     part = volume[box.slices] if isinstance(volume, Tensor) else volume(box)
     part = part.permute(2, 1, 0).float().contiguous()
-    bands_x, bands_y = _bands(wx[:, x], part.device), _bands(wy[:, y], part.device)
+    bands_x, bands_y = bands(wx[:, x], part.device), bands(wy[:, y], part.device)
     return _resample(part, bands_x, bands_y, wz[:, z].to(part.device)).permute(2, 1, 0)
 
 
@@ -111,7 +111,7 @@ def resample_scan(scan: Scan, target: Grid, view: View, device: torch.device) ->
     )
     wx = wx / view.scale_hu
     x, y = _used(wx), _used(wy)
-    bands_x, bands_y, wz_there = _bands(wx[:, x], device), _bands(wy[:, y], device), wz.to(device)
+    bands_x, bands_y, wz_there = bands(wx[:, x], device), bands(wy[:, y], device), wz.to(device)
     image = torch.zeros(target.shape[::-1], device=device)
 
     def fill(rows: slice) -> None:
@@ -164,7 +164,7 @@ def _resample(volume: Tensor, bands_x: Bands, bands_y: Bands, wz: Tensor) -> Ten
     return torch.cat([w @ part[:, used] for w, used in bands_y], dim=1)
 
 
-def _bands(weights: Tensor, device: torch.device) -> Bands:
+def bands(weights: Tensor, device: torch.device) -> Bands:
     """A matrix cut into bands of rows, on a device; it is not asked for their columns, as a GPU would be waited for.
 
     Args:

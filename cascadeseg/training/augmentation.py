@@ -9,7 +9,7 @@ here is one `grid_sample` and a few products with small matrices.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from cascadeseg.cascade.resample import axis_weights, windows_of
+from cascadeseg.cascade.resample import Bands, axis_weights, bands, windows_of
 from cascadeseg.formats.doctor import LUNGS_SEEN_HU
 from cascadeseg.labels import BACKGROUND, IGNORE, LEFT_LUNG, RIGHT_LUNG
 from cascadeseg.training.config import TrainingConfig
@@ -142,35 +142,33 @@ def _stretched(image: Tensor, labels: Tensor, shape: Sequence[int]) -> tuple[Ten
     if tuple(labels.shape) == tuple(shape):
         return image, labels
     sizes = zip(labels.shape, shape, strict=True)
-    matrices = [axis_weights(n, m, 0.5 * n / m - 0.5, n / m).to(image.device) for n, m in sizes]
-
-    def resized(volume: Tensor) -> Tensor:
-        return _along_axes(volume, matrices)
-
-    return resized(image), _by_share(labels, lambda shares: torch.stack([resized(share) for share in shares]))
+    matrices = [bands(axis_weights(n, m, 0.5 * n / m - 0.5, n / m), image.device) for n, m in sizes]
+    return _moved(image, labels, lambda volumes: _along_axes(volumes, matrices))
 
 
-def _along_axes(volume: Tensor, matrices: Sequence[Tensor | None]) -> Tensor:
+def _along_axes(volume: Tensor, matrices: Sequence[Bands | None]) -> Tensor:
     """A matrix along each of the last three axes."""
     wx, wy, wz = matrices
     if wz is not None:
-        volume = volume @ wz.T
+        volume = torch.cat([volume[..., used] @ w.T for w, used in wz], dim=-1)
     if wy is not None:
-        volume = wy @ volume
+        volume = torch.cat([w @ volume[..., used, :] for w, used in wy], dim=-2)
     if wx is not None:
-        volume = torch.einsum("ij,...jyz->...iyz", wx, volume)
+        flat = volume.flatten(-2)
+        moved = torch.cat([w @ flat[..., used, :] for w, used in wx], dim=-2)
+        volume = moved.view(*moved.shape[:-1], *volume.shape[-2:])
     return volume
 
 
-def _by_share(labels: Tensor, move: object, outside: int = 0) -> Tensor:
-    """Labels moved as shares of one; a voxel belongs to the label that has more than half of it."""
+def _moved(image: Tensor, labels: Tensor, move: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Both elsewhere: labels as shares of one; a voxel belongs to the label that has more than half of it."""
     values = [value for value in torch.bincount(labels.flatten()).nonzero().flatten().tolist() if value != BACKGROUND]
-    shares = torch.stack([(labels == value).float() for value in values] or [torch.zeros_like(labels).float()])
-    moved: Tensor = move(shares)  # type: ignore[operator]
-    result = torch.full(moved.shape[1:], outside, dtype=torch.uint8, device=labels.device)
-    for value, share in zip(values, moved, strict=False):
+    moved = move(torch.cat([image, *((labels == value).float()[None] for value in values)]))
+    channels = len(image)
+    result = torch.full(moved.shape[1:], BACKGROUND, dtype=torch.uint8, device=labels.device)
+    for value, share in zip(values, moved[channels:], strict=True):
         result[share > 0.5] = value
-    return result
+    return moved[:channels], result
 
 
 def _warped(
@@ -179,12 +177,12 @@ def _warped(
     """Rotated about the middle, bent, and stretched to a shape; nothing is asked about what comes from outside."""
     grid = _sampling_grid(labels.shape, shape, config, random, image.device)
 
-    def sampled(volume: Tensor) -> Tensor:
-        return F.grid_sample(volume[None], grid, align_corners=False, padding_mode="zeros")[0]
+    def sampled(volumes: Tensor) -> Tensor:
+        return F.grid_sample(volumes[None], grid, align_corners=False, padding_mode="zeros")[0]
 
-    moved = _by_share(labels, sampled)
-    moved[(grid[0].abs() > 1).any(dim=-1)] = IGNORE
-    return sampled(image), moved
+    image, labels = _moved(image, labels, sampled)
+    labels[(grid[0].abs() > 1).any(dim=-1)] = IGNORE
+    return image, labels
 
 
 def _sampling_grid(
@@ -270,8 +268,8 @@ def _in_thick_slices(image: Tensor, config: TrainingConfig, random: Generator) -
     thick = max(2, round(fine / factor))
     down = axis_weights(fine, thick, 0.5 * fine / thick - 0.5, fine / thick)
     up = axis_weights(thick, fine, 0.5 * thick / fine - 0.5, thick / fine)
-    matrices: list[Tensor | None] = [None, None, None]
-    matrices[axis] = (up @ down).to(image.device)
+    matrices: list[Bands | None] = [None, None, None]
+    matrices[axis] = bands(up @ down, image.device)
     return _along_axes(image, matrices)
 
 

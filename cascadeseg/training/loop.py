@@ -22,6 +22,7 @@ from cascadeseg import config as configs
 from cascadeseg.atomic import replace_text
 from cascadeseg.errors import CascadesegError, ConfigError, ModelError, OutputError
 from cascadeseg.labels import BESIDE
+from cascadeseg.memory import keep_freed_memory
 from cascadeseg.network.model import load_model, save_model
 from cascadeseg.network.unet import UNet
 from cascadeseg.training.cache import locator_folder
@@ -74,6 +75,7 @@ def train(
         KeyboardInterrupt: interrupted (also by SIGTERM); the checkpoint is saved.
     """
     _check(config, output, resume)
+    keep_freed_memory()
     fabric = launched(config.optimisation, device, processes or Processes())
     stop = Stop(time_limit_s)
     with stop.listening(), _data(config, output, fabric, stop) as data:

@@ -4,10 +4,12 @@ from itertools import pairwise
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from cascadeseg.labels import BESIDE, IGNORE
+from cascadeseg.training import loss
 from cascadeseg.training.config import OptimisationConfig
-from cascadeseg.training.loss import segmentation_loss, supervised_loss
+from cascadeseg.training.loss import SMOOTH_VOXELS, segmentation_loss, supervised_loss
 from cascadeseg.training.optimiser import learning_rate
 
 
@@ -49,6 +51,48 @@ def test_what_is_beside_the_lungs_is_told_from_them_and_has_no_dice():
     assert float(dice_unnamed) == pytest.approx(float(dice_good), abs=1e-3)
     assert float(unnamed) > 1
     assert float(dice_taken) < 0.7
+
+
+def as_written_in_textbooks(logits, labels):
+    """Cross-entropy plus one minus soft Dice, by autograd alone."""
+    counts = labels != IGNORE
+    scores = logits if logits.shape[1] > 1 else torch.cat([torch.zeros_like(logits), logits], dim=1)
+    entropy = F.cross_entropy(scores, torch.where(counts, labels, 0).long(), reduction="none")
+    lungs = range(1, min(3, scores.shape[1]))
+    probabilities, dices = torch.softmax(scores, dim=1), []
+    for lung in lungs:
+        p, truth = probabilities[:, lung] * counts, (labels == lung).double()
+        overlap, total = (p * truth).sum((1, 2, 3)), (p + truth).sum((1, 2, 3))
+        dices.append((2 * overlap + SMOOTH_VOXELS) / (total + SMOOTH_VOXELS))
+    dice = torch.stack(dices).mean()
+    return ((entropy * counts).sum((1, 2, 3)) / counts.sum((1, 2, 3)).clamp(min=1)).mean() + 1 - dice, dice
+
+
+@pytest.mark.parametrize("voxels", [1, 3 * 36, 10**6])
+@pytest.mark.parametrize("channels", [1, 3, 6])
+def test_loss_and_gradient_are_those_of_the_textbook_however_a_patch_is_parted(monkeypatch, channels, voxels):
+    monkeypatch.setattr(loss, "SLAB_VOXELS", voxels)
+    random = torch.Generator().manual_seed(channels)
+    logits = 3 * torch.randn(2, channels, 7, 6, 6, generator=random, dtype=torch.float64)
+    labels = torch.randint(0, max(2, channels), (2, 7, 6, 6), generator=random).to(torch.uint8)
+    labels[0, :2], labels[1, :, 3] = IGNORE, IGNORE
+    results = []
+    for function in (segmentation_loss, as_written_in_textbooks):
+        x = logits.clone().requires_grad_()
+        value, dice = function(x, labels)
+        (3 * value).backward()
+        results.append((value.detach(), dice.detach(), x.grad))
+    for mine, textbook in zip(*results, strict=True):
+        torch.testing.assert_close(mine, textbook, rtol=1e-9, atol=1e-12)
+
+
+def test_between_the_passes_the_loss_keeps_the_logits_as_they_are_and_little_else():
+    logits = torch.randn(1, 6, 16, 16, 16).bfloat16().requires_grad_()
+    labels = torch.randint(0, 6, (1, 16, 16, 16), dtype=torch.uint8)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        segmentation_loss(logits, labels)
+    assert sum(x.nbytes for x in kept) < logits.nbytes + labels.nbytes + 1000
 
 
 @pytest.mark.parametrize("channels", [1, 3])
