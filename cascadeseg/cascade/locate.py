@@ -21,6 +21,9 @@ from cascadeseg.network.model import Stage, View
 
 SLAB_MM = 384.0
 CONTEXT_MM = 96.0
+BEYOND_MM = 16.0
+"""How far a scan goes on for the network where its end may cut the body, as its outermost voxels are: air would be an
+end of the body itself."""
 KEPT_MM = 128.0
 """Further from all that was found stage 2 never looks: its boxes' margin, all their growth and some more."""
 LAYERS = 32
@@ -59,14 +62,15 @@ def locate(scan: Scan, engine: Runner) -> Coarse:
     view = engine.stage.view
     whole = coarse_grid(scan, view)
     body = body_box(scan, whole)
-    grid = whole.cropped(body)
+    seen = beyond_faces(body, whole.shape, view)
+    x, y, _ = body.shifted([-a for a in seen.start]).slices
     everywhere = _zeros(whole.shape)
     lungs = everywhere[:, *body.slices]
-    found = torch.zeros(grid.shape[2], dtype=torch.bool)
+    found = torch.zeros(whole.shape[2], dtype=torch.bool)
     before: tuple[Slab, Tensor] | None = None
-    for slab in slabs_along_z(grid.shape[2], engine.stage):
-        image = _image(scan, grid.cropped(_layers(grid, slab.seen)), view, engine.device)
-        probabilities = engine(image, _probabilities)[..., slab.kept_of_seen].clone()
+    for slab in slabs_along_z(whole.shape[2], engine.stage):
+        image = _image(scan, whole.cropped(_layers(seen, slab.seen)), view, engine.device)
+        probabilities = engine(image, _probabilities)[:, x, y, slab.kept_of_seen].clone()
         found[slab.kept] = found_in(probabilities).any(dim=0).any(dim=0).cpu()
         if before is not None:
             _keep(lungs, before, found, view)
@@ -98,6 +102,14 @@ def body_box(scan: Scan, grid: Grid) -> Box:
     return Box((x0, y0, 0), (x1, y1, grid.shape[2]))
 
 
+def beyond_faces(body: Box, shape: Shape, view: View) -> Box:
+    """What stage 1 sees of a grid: the body, and beyond the faces of the scan that it reaches `BEYOND_MM` more."""
+    beyond = round(BEYOND_MM / view.spacing_mm)
+    start = [a - beyond * (a == 0) for a in body.start]
+    stop = [b + beyond * (b == n) for b, n in zip(body.stop, shape, strict=True)]
+    return Box((start[0], start[1], start[2]), (stop[0], stop[1], stop[2]))
+
+
 def sampled_hu(scan: Scan) -> tuple[npt.NDArray[np.floating[Any]], Grid]:
     """(X, Y, Z) the HU of every voxel about `SAMPLED_MM` apart, and their grid: enough to see where a body is."""
     x, y, z = (max(1, int(SAMPLED_MM / mm)) for mm in scan.grid.spacing_mm)
@@ -109,7 +121,8 @@ def _image(scan: Scan, grid: Grid, view: View, device: torch.device) -> Layers:
     """(C, X, Y, Z) what stage 1 sees on a grid."""
 
     def make(z: slice) -> Tensor:
-        return windows_of(resample_scan(scan, grid.cropped(_layers(grid, z)), view, device)[None], view)
+        there = grid.cropped(_layers(Box.whole(grid.shape), z))
+        return windows_of(resample_scan(scan, there, view, device, goes_on=True)[None], view)
 
     return Layers((view.channels, *grid.shape), make)
 
@@ -157,12 +170,15 @@ def copy_of(lungs: Tensor) -> Tensor:
 
 
 def slabs_along_z(depth: int, stage: Stage) -> list[Slab]:
-    """The slabs in which a coarse image of ``depth`` slices goes through stage 1."""
-    stride = stage.unet.stride
-    length, context = (max(stride, int(mm / stage.view.spacing_mm) // stride * stride) for mm in (SLAB_MM, CONTEXT_MM))
-    return slabs_of(depth, length, context)
+    """The slabs in which a coarse image of ``depth`` slices goes through stage 1; they see beyond its ends."""
+    stride, spacing_mm = stage.unet.stride, stage.view.spacing_mm
+    length, context = (max(stride, int(mm / spacing_mm) // stride * stride) for mm in (SLAB_MM, CONTEXT_MM))
+    beyond = round(BEYOND_MM / spacing_mm)
+    slabs = slabs_of(depth + 2 * beyond, length, context)
+    kept = [slice(max(0, slab.kept.start - beyond), min(depth, slab.kept.stop - beyond)) for slab in slabs]
+    seen = [slice(slab.seen.start - beyond, slab.seen.stop - beyond) for slab in slabs]
+    return [Slab(part, around) for part, around in zip(kept, seen, strict=True) if part.start < part.stop]
 
 
-def _layers(grid: Grid, z: slice) -> Box:
-    nx, ny, _ = grid.shape
-    return Box((0, 0, z.start), (nx, ny, z.stop))
+def _layers(box: Box, z: slice) -> Box:
+    return Box((*box.start[:2], z.start), (*box.stop[:2], z.stop))

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from math import ceil, inf, prod
 
 from cascadeseg.cascade.crop import LungBox
-from cascadeseg.cascade.locate import KEPT_MM, coarse_grid, slabs_along_z
+from cascadeseg.cascade.locate import KEPT_MM, beyond_faces, coarse_grid, slabs_along_z
 from cascadeseg.cascade.windowed import restored_mb
 from cascadeseg.errors import ScanError
 from cascadeseg.formats.scan import Scan
+from cascadeseg.geometry import Box
 from cascadeseg.network.bounded import Runner, pass_mb
 
 PROGRAM_MB = 390.0
@@ -152,11 +153,12 @@ def _cleaning_mb(scan: Scan) -> float:
 
 def _stage1(scan: Scan, locator: Runner) -> tuple[float, float, float]:
     """Memory of stage 1's opinion, which is the host's; voxels of a slab that it sees, and of a slice."""
-    nx, ny, nz = coarse_grid(scan.canonical(), locator.stage.view).shape
+    shape = nx, ny, nz = coarse_grid(scan.canonical(), locator.stage.view).shape
+    seen_x, seen_y, _ = beyond_faces(Box.whole(shape), shape, locator.stage.view).shape
     slabs = slabs_along_z(nz, locator.stage)
     depth = max(slab.seen.stop - slab.seen.start for slab in slabs)
     kept = min(nz, int((LONGEST_LUNG_MM + 2 * KEPT_MM) / locator.stage.view.spacing_mm))
-    return 4 * nx * ny * kept / 1e6, nx * ny * depth, nx * ny
+    return 4 * nx * ny * kept / 1e6, seen_x * seen_y * depth, seen_x * seen_y
 
 
 def _stage2_mb(refiner: Runner, tile: float, layer: float, streamed: bool) -> float:

@@ -32,7 +32,7 @@ Bands = list[tuple[Tensor, slice]]
 
 
 @lru_cache(maxsize=8)
-def axis_weights(source: int, target: int, offset: float, step: float) -> Tensor:
+def axis_weights(source: int, target: int, offset: float, step: float, *, goes_on: bool = False) -> Tensor:
     """The matrix that interpolates along one axis; remembered, since slabs along z share those of x and y.
 
     Args:
@@ -40,10 +40,11 @@ def axis_weights(source: int, target: int, offset: float, step: float) -> Tensor
         target: samples wanted.
         offset: where target sample 0 lies, in source samples.
         step: distance of target samples, in source samples.
+        goes_on: the outermost samples are what lies outside, too.
 
     Returns:
         (target, source) float32, not to be changed in place. Rows sum to 1 where the sample lies inside the source
-        (half a sample beyond the outer centres included), and to 0 elsewhere.
+        (half a sample beyond the outer centres included) or that goes on, and to 0 elsewhere.
     """
     positions = offset + step * np.arange(target)
     distance = np.clip(positions, 0, source - 1)[:, None] - np.arange(source)[None, :]
@@ -54,7 +55,7 @@ def axis_weights(source: int, target: int, offset: float, step: float) -> Tensor
     else:
         weights = (_hat_integral(distance + window / 2) - _hat_integral(distance - window / 2)) / window
     weights /= weights.sum(axis=1, keepdims=True)
-    inside = (positions > -0.5 - 1e-6) & (positions < source - 0.5 + 1e-6)
+    inside = goes_on | (positions > -0.5 - 1e-6) & (positions < source - 0.5 + 1e-6)
     return torch.from_numpy((weights * inside[:, None]).astype(np.float32))
 
 
@@ -64,12 +65,13 @@ def _hat_integral(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     return 0.5 + x - 0.5 * x * np.abs(x)
 
 
-def resampling_matrices(source: Grid, target: Grid) -> tuple[Tensor, Tensor, Tensor]:
-    """The matrices of the three axes (x, y, z) between two grids with the same directions."""
+def resampling_matrices(source: Grid, target: Grid, *, goes_on: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """The matrices of the three axes (x, y, z) between two grids with the same directions; see `axis_weights`."""
     offset = source.index(target.world((0, 0, 0)))
+    steps = (there / here for there, here in zip(target.spacing_mm, source.spacing_mm, strict=True))
     x, y, z = (
-        axis_weights(source.shape[a], target.shape[a], float(offset[a]), target.spacing_mm[a] / source.spacing_mm[a])
-        for a in range(3)
+        axis_weights(n, wanted, float(start), step, goes_on=goes_on)
+        for n, wanted, start, step in zip(source.shape, target.shape, offset, steps, strict=True)
     )
     return x, y, z
 
@@ -91,7 +93,7 @@ def resample_volume(volume: Tensor | Callable[[Box], Tensor], source: Grid, targ
     return _resample(part, bands_x, bands_y, wz[:, z].to(part.device)).permute(2, 1, 0)
 
 
-def resample_scan(scan: Scan, target: Grid, view: View, device: torch.device) -> Tensor:
+def resample_scan(scan: Scan, target: Grid, view: View, device: torch.device, *, goes_on: bool = False) -> Tensor:
     """The image a stage sees: a scan's HU, windowed, on a target grid.
 
     Args:
@@ -99,6 +101,7 @@ def resample_scan(scan: Scan, target: Grid, view: View, device: torch.device) ->
         target: a grid with the scan's directions.
         view: the window.
         device: where the work is done and the result lies.
+        goes_on: the scan's outermost voxels are what lies outside, too, instead of air.
 
     Returns:
         (X, Y, Z) float32: 0 is air and everything outside the scan, 1 is ``view.scale_hu`` above it.
@@ -106,9 +109,8 @@ def resample_scan(scan: Scan, target: Grid, view: View, device: torch.device) ->
     # torch knows no arrays that run backwards: the matrices are turned instead of the voxels.
     backwards = [axis for axis in range(3) if scan.voxels.strides[axis] < 0]
     stored = replace(scan, voxels=np.flip(scan.voxels, tuple(backwards)))
-    wx, wy, wz = (
-        w.flip(1) if axis in backwards else w for axis, w in enumerate(resampling_matrices(scan.grid, target))
-    )
+    matrices = resampling_matrices(scan.grid, target, goes_on=goes_on)
+    wx, wy, wz = (w.flip(1) if axis in backwards else w for axis, w in enumerate(matrices))
     wx = wx / view.scale_hu
     x, y = _used(wx), _used(wy)
     bands_x, bands_y, wz_there = bands(wx[:, x], device), bands(wy[:, y], device), wz.to(device)

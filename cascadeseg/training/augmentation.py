@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,13 +19,17 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
+from cascadeseg.cascade.locate import AIR_HU, AIR_SHARE, BEYOND_MM
 from cascadeseg.cascade.resample import Bands, axis_weights, bands, windows_of
 from cascadeseg.formats.doctor import LUNGS_SEEN_HU
 from cascadeseg.labels import BACKGROUND, IGNORE, LEFT_LUNG, RIGHT_LUNG
 from cascadeseg.training.config import TrainingConfig
 
+T = TypeVar("T", bound=np.generic)
 ELASTIC_POINTS = 4
 """Control points of the bending along each axis of a patch."""
+SHORTEST_MM = 24.0
+"""Of the scans that a part of a case may be."""
 THROUGH_PLANE = 0.7
 """Share of low-resolution patches whose thick axis is z, as in scans; the rest is any axis."""
 
@@ -74,14 +79,20 @@ def cut(
         patch: largest shape.
     """
     scale = torch.exp(config.augmentation.scale * torch.randn(3, generator=random)).tolist()
-    faces = zip(labels.shape, patch, strict=True)
-    seen = tuple(slice(0, n) if p < n else _between_moved_faces(n, config, random) for n, p in faces)
+    if config.stage == 1:
+        seen: tuple[slice, ...] = (slice(None), slice(None), _of_shorter_scan(labels.shape[2], config, random))
+    else:
+        faces = zip(labels.shape, patch, strict=True)
+        seen = tuple(slice(0, n) if p < n else _between_moved_faces(n, config, random) for n, p in faces)
     image, labels = image[(slice(None), *seen)], labels[seen]
-    source = [max(1, min(n, round(p / s))) for n, p, s in zip(labels.shape, patch, scale, strict=True)]
-    window = _window(labels, source, config.optimisation.on_lung, random)
+    beyond = _beyond_faces(image[0], config, random)
+    whole = [before + n + behind for n, (before, behind) in zip(labels.shape, beyond, strict=True)]
+    source = [max(1, min(n, round(p / s))) for n, p, s in zip(whole, patch, scale, strict=True)]
+    window = _window(labels, source, beyond, config.optimisation.on_lung, random)
     shape = [max(1, min(p, round(n * s))) for p, n, s in zip(patch, source, scale, strict=True)]
-    x = torch.from_numpy(np.array(image[(slice(None), *window)]))
-    return Cut(x, torch.from_numpy(np.array(labels[window])), tuple(shape), patch, random)
+    x = torch.from_numpy(np.stack([_taken(channel, window, mode="edge") for channel in image]))
+    y = torch.from_numpy(_taken(labels, window, mode="constant", constant_values=IGNORE))
+    return Cut(x, y, tuple(shape), patch, random)
 
 
 def varied(piece: Cut, config: TrainingConfig) -> tuple[Tensor, Tensor]:
@@ -118,23 +129,61 @@ def _between_moved_faces(voxels: int, config: TrainingConfig, random: Generator)
     inference's by the jitter, up to twice the jitter, and lies as far inside. Where the scan ended there was nothing to
     add, and the face only moves inwards. At least half of the axis stays.
     """
-    if config.stage == 1:
-        return slice(0, voxels)
     most = min(int(2 * config.data.box_jitter_mm / config.view.spacing_mm), voxels // 4)
     near, far = torch.randint(0, most + 1, (2,), generator=random).tolist()
     return slice(near, voxels - far)
 
 
-def _window(labels: npt.NDArray[np.uint8], size: list[int], on_lung: float, random: Generator) -> tuple[slice, ...]:
-    free = [n - s for n, s in zip(labels.shape, size, strict=True)]
-    start = [int(torch.randint(0, f + 1, (), generator=random)) for f in free]
+def _of_shorter_scan(slices: int, config: TrainingConfig, random: Generator) -> slice:
+    """What of a whole scan another one shows, that begins later or ends earlier: of any length, short ones as often."""
+    if not _chance(config.augmentation.shorter, random):
+        return slice(0, slices)
+    least = max(1, min(slices, round(SHORTEST_MM / config.view.spacing_mm)))
+    length = round(least * (slices / least) ** float(torch.rand((), generator=random)))
+    start = int(torch.randint(0, slices - length + 1, (), generator=random))
+    return slice(start, start + length)
+
+
+def _beyond_faces(image: npt.NDArray[np.float16], config: TrainingConfig, random: Generator) -> list[tuple[int, int]]:
+    """How many voxels a case of stage 1 goes on beyond its faces, as it does in inference (`locate`); stage 2: none."""
+    if config.stage != 1 or not _chance(config.augmentation.goes_on, random):
+        return [(0, 0)] * 3
+    view = config.view
+    beyond, air = round(BEYOND_MM / view.spacing_mm), (AIR_HU - view.low_hu) / view.scale_hu
+    faces = [[image.take(index, axis) for index in (0, -1)] for axis in (0, 1)]
+    ends = [tuple(beyond * bool((face > air).mean() > 1 - AIR_SHARE) for face in pair) for pair in faces]
+    return [(near, far) for near, far in [*ends, (beyond, beyond)]]
+
+
+def _window(
+    labels: npt.NDArray[np.uint8],
+    size: list[int],
+    beyond: list[tuple[int, int]],
+    on_lung: float,
+    random: Generator,
+) -> list[tuple[int, int]]:
+    """Where a window of a size begins and ends on each axis, maybe beyond the faces; never wholly."""
+    axes = list(zip(labels.shape, size, beyond, strict=True))
+    lowest = [max(-before, 1 - s) for _, s, (before, _) in axes]
+    highest = [max(low, min(n - 1, n + behind - s)) for low, (n, s, (_, behind)) in zip(lowest, axes, strict=True)]
+    limits = list(zip(lowest, highest, strict=True))
+    start = [int(torch.randint(low, high + 1, (), generator=random)) for low, high in limits]
     if _chance(on_lung, random):
         inside = np.flatnonzero((labels == RIGHT_LUNG.value) | (labels == LEFT_LUNG.value))
         if len(inside):
             chosen = inside[int(torch.randint(0, len(inside), (), generator=random))]
             centre = np.unravel_index(chosen, labels.shape)
-            start = [min(max(int(c) - s // 2, 0), f) for c, s, f in zip(centre, size, free, strict=True)]
-    return tuple(slice(a, a + s) for a, s in zip(start, size, strict=True))
+            wanted = [int(c) - s // 2 for c, s in zip(centre, size, strict=True)]
+            start = [min(max(a, low), high) for a, (low, high) in zip(wanted, limits, strict=True)]
+    return [(a, a + s) for a, s in zip(start, size, strict=True)]
+
+
+def _taken(volume: npt.NDArray[T], window: list[tuple[int, int]], **beyond: Any) -> npt.NDArray[T]:
+    """A copy of a window of a volume; ``beyond`` tells `numpy.pad` what is beyond its faces."""
+    inside = tuple(slice(max(0, a), min(n, b)) for (a, b), n in zip(window, volume.shape, strict=True))
+    around = [(max(0, -a), max(0, b - n)) for (a, b), n in zip(window, volume.shape, strict=True)]
+    taken: npt.NDArray[T] = np.pad(volume[inside], around, **beyond)
+    return taken
 
 
 def _stretched(image: Tensor, labels: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -92,6 +92,8 @@ class AugmentationConfig:
     """How patches are varied; every amount is a standard deviation or a probability.
 
     Attributes:
+        shorter: stage 1: probability that a case is cut along z, as a shorter scan would be.
+        goes_on: stage 1: probability that a case goes on beyond its faces, as inference has each scan do.
         scale: sd of the size factor, per axis (log scale).
         warp: probability that a patch is also rotated and bent.
         rotation_deg: sd of a warped patch's rotation about each axis.
@@ -110,6 +112,8 @@ class AugmentationConfig:
         prior: stage 2: probability that stage 1's opinion is damaged (bites taken out, then blurred).
     """
 
+    shorter: float = 0.15
+    goes_on: float = 1.0
     scale: float = 0.08
     warp: float = 0.2
     rotation_deg: float = 8.0
@@ -231,8 +235,9 @@ class TrainingConfig:
         ),
         "0 to 1": (
             lambda n: 0 <= n <= 1,
-            "augmentation.warp augmentation.mirror augmentation.blur augmentation.low_resolution augmentation.window "
-            "augmentation.prior optimisation.on_lung optimisation.fixed_norm",
+            "augmentation.shorter augmentation.goes_on augmentation.warp augmentation.mirror augmentation.blur "
+            "augmentation.low_resolution augmentation.window augmentation.prior optimisation.on_lung "
+            "optimisation.fixed_norm",
         ),
         "0 or more and below 1": (lambda n: 0 <= n < 1, "optimisation.ema"),
     }

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cascadeseg.cascade.locate import BESIDE_BODY_MM, body_box, copy_of, found_in, locate
+from cascadeseg.cascade.locate import BESIDE_BODY_MM, BEYOND_MM, body_box, copy_of, found_in, locate, slabs_along_z
 from cascadeseg.formats.scan import Scan
 from cascadeseg.geometry import Box, Grid
 from cascadeseg.network.levels import Finish, Image, unchanged
@@ -69,6 +69,40 @@ def test_slabs_give_what_the_whole_gives_near_the_lungs_and_nothing_elsewhere(mo
     for far in (slice(0, near.start), slice(near.stop, None)):
         assert whole[..., far].any()
         assert not slabs[..., far].any()
+
+
+class Looker(Thresholder):
+    """Keeps what it saw."""
+
+    def __call__(self, image: Image, finish: Finish = unchanged) -> Tensor:
+        self.seen = image[..., :]
+        return super().__call__(image, finish)
+
+
+def test_a_scan_goes_on_for_stage_1_where_it_ends_in_the_body():
+    scan = in_air()
+    engine = Looker(tiny_model().locator, sides=True)
+    found = locate(scan, engine)
+    box, beyond = body_box(scan, found.grid), round(BEYOND_MM / 4)
+    nx, ny, nz = box.shape
+    assert engine.seen.shape[1:] == (nx, ny, nz + 2 * beyond), "beside it is air, above and below more of it"
+    for end, inner in ((slice(0, beyond), beyond), (slice(-beyond, None), -beyond - 1)):
+        layers = engine.seen[0][..., end]
+        assert (layers - engine.seen[0][..., inner : inner + 1 or None]).abs().max() < 0.02
+    x = slice(box.start[0] + nx // 2, None)
+    cut = replace(scan, voxels=scan.voxels[x], grid=scan.grid.cropped(Box((x.start, 0, 0), scan.grid.shape)))
+    locate(cut, engine)
+    assert (engine.seen[0][:beyond] - engine.seen[0][beyond]).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("depth", [1, 7, 40, 172, 173, 300, 1000])
+def test_the_slabs_keep_each_layer_once_and_see_beyond_both_ends(depth):
+    stage = tiny_model().locator
+    slabs, beyond = slabs_along_z(depth, stage), round(BEYOND_MM / 4)
+    kept = [layer for slab in slabs for layer in range(slab.kept.start, slab.kept.stop)]
+    assert kept == list(range(depth))
+    assert (slabs[0].seen.start, slabs[-1].seen.stop) == (-beyond, depth + beyond)
+    assert all(slab.seen.start <= slab.kept.start < slab.kept.stop <= slab.seen.stop for slab in slabs)
 
 
 @dataclass

@@ -41,6 +41,19 @@ def test_outside_the_source_is_zero_and_the_outer_half_voxel_is_not():
     assert axis_weights(4, 1, offset=-0.5, step=1.0).sum() == 1
 
 
+def test_a_source_that_goes_on_is_beyond_its_ends_as_it_is_there():
+    weights = axis_weights(4, 8, offset=-2.0, step=1.0, goes_on=True)
+    assert weights.argmax(dim=1).tolist() == [0, 0, 0, 1, 2, 3, 3, 3]
+    assert weights.sum(dim=1).tolist() == [1] * 8
+    grid = Grid.axis_aligned((6, 5, 4), (1, 1, 2))
+    voxels = np.random.default_rng(0).integers(-900, 100, grid.shape).astype(np.int16)
+    wider = grid.cropped(Box((-2, 0, -3), (7, 5, 5)))
+    image = resample_scan(Scan(voxels, grid), wider, WIDE, CPU, goes_on=True)
+    expected = np.pad(voxels, ((2, 1), (0, 0), (3, 1)), mode="edge")
+    outside = resample_scan(Scan(expected, wider), wider, WIDE, CPU)
+    assert torch.allclose(image, outside, atol=1e-3)
+
+
 def test_shrinking_averages_noise_instead_of_sampling_it():
     source = Grid.axis_aligned((60, 60, 60), (0.5, 0.5, 0.5))
     noise = torch.randn(60, 60, 60, generator=torch.Generator().manual_seed(0))

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from cascadeseg.cascade.locate import BEYOND_MM
 from cascadeseg.cascade.resample import windows_of
 from cascadeseg.labels import BESIDE, IGNORE
-from cascadeseg.training.augmentation import _blurred, cut, varied
+from cascadeseg.training.augmentation import SHORTEST_MM, _blurred, cut, varied
 from cascadeseg.training.cases import prepare
 from cascadeseg.training.data import batch_of, patients_of
 from tests.cascade.chest import chest_grid, dice, truth
@@ -19,6 +20,10 @@ from tests.training.toy import NOTHING_RANDOM, stage1, stage2, with_data
 def patch_of(image, labels, config, seed):
     piece = cut(image, labels, config, torch.Generator().manual_seed(seed), config.optimisation.patch)
     return varied(piece, config)
+
+
+def with_patch(config, voxels):
+    return replace(config, optimisation=replace(config.optimisation, patch=(voxels,) * 3))
 
 
 @pytest.fixture
@@ -32,6 +37,51 @@ def test_without_augmentation_a_whole_patch_is_the_case(whole):
     patch, target = patch_of(image, labels, whole, 3)
     np.testing.assert_array_equal(patch.numpy(), image.astype(np.float32))
     np.testing.assert_array_equal(target.numpy(), labels)
+
+
+def test_a_case_of_stage_1_goes_on_beyond_its_faces_where_they_cut_the_body_and_nothing_is_asked_there(whole):
+    config = replace(whole, augmentation=replace(NOTHING_RANDOM, goes_on=1.0))
+    beyond = round(BEYOND_MM / config.view.spacing_mm)
+    image = np.random.default_rng(0).uniform(0.6, 1.0, (1, 24, 16, 32)).astype(np.float16)
+    image[0, :, 0] = 0.0
+    labels = (image[0] > 0.8).astype(np.uint8)
+    patch, target = patch_of(image, labels, config, 3)
+    sides = ((beyond, beyond), (0, beyond), (beyond, beyond))
+    wanted = [np.pad(image[0].astype(np.float32), sides, mode="edge"), np.pad(labels, sides, constant_values=IGNORE)]
+    inside = tuple(slice(0, n) for n in wanted[0].shape)
+    for found, expected in zip((patch[0], target), wanted, strict=True):
+        np.testing.assert_array_equal(found[inside].numpy(), expected)
+
+
+def test_windows_of_a_case_that_goes_on_lie_anywhere_but_never_wholly_outside(whole):
+    config = replace(with_patch(whole, 16), augmentation=replace(NOTHING_RANDOM, goes_on=1.0))
+    beyond = round(BEYOND_MM / config.view.spacing_mm)
+    image = np.ones((1, 40, 16, 1), np.float16)
+    labels = np.broadcast_to(np.arange(40, dtype=np.uint8)[:, None, None] + 10, image.shape[1:])
+    firsts = set()
+    for seed in range(300):
+        piece = cut(image, labels, config, torch.Generator().manual_seed(seed), (16, 16, 16))
+        rows = piece.labels.amin(dim=(1, 2)).tolist()
+        outside = next(index for index, row in enumerate(rows) if row != IGNORE)
+        firsts.add(rows[outside] - 10 - outside)
+    assert firsts == set(range(-beyond, 40 + beyond - 16 + 1))
+
+
+def test_some_cases_of_stage_1_are_those_of_a_shorter_scan(whole):
+    config = replace(whole, augmentation=replace(NOTHING_RANDOM, shorter=0.5))
+    least = round(SHORTEST_MM / config.view.spacing_mm)
+    labels = np.broadcast_to(np.arange(64, dtype=np.uint8), (8, 8, 64))
+    found = []
+    for seed in range(400):
+        piece = cut(np.ones((1, 8, 8, 64), np.float16), labels, config, torch.Generator().manual_seed(seed), (64,) * 3)
+        first, last = int(piece.labels.min()), int(piece.labels.max())
+        assert piece.labels.shape == (8, 8, last - first + 1)
+        found.append((last - first + 1, first))
+    shorter = np.array([(length, first) for length, first in found if length < 64])
+    assert 0.4 < len(shorter) / len(found) < 0.6
+    assert shorter[:, 0].min() == least
+    assert np.median(shorter[:, 0]) == pytest.approx((64 * least) ** 0.5, rel=0.2)
+    assert np.corrcoef(shorter[:, 1] / (64 - shorter[:, 0]), shorter[:, 0])[0, 1] < 0.2
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -137,7 +187,7 @@ def test_gamma_is_an_exponent_whose_logarithm_has_its_standard_deviation(whole, 
 
 @pytest.mark.parametrize("amount", [20.0, 60.0])
 def test_half_of_the_patches_have_noise_of_up_to_its_amount_in_hu(whole, amount):
-    _, sds = _grey(whole, noise_hu=amount)
+    _, sds = _grey(whole, seeds=600, noise_hu=amount)
     noisy = 1000 * sds[sds[:, 2] > 1e-6][:, 2]
     assert 0.35 < len(noisy) / len(sds) < 0.65
     assert noisy.max() == pytest.approx(amount, rel=0.15)

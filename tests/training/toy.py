@@ -15,7 +15,19 @@ from cascadeseg.training.config import AugmentationConfig, DataConfig, Optimisat
 from tests.cascade.chest import chest, chest_grid, truth
 
 NOTHING_RANDOM = AugmentationConfig(
-    scale=0, warp=0, mirror=0, gain=0, offset_hu=0, gamma=0, noise_hu=0, blur=0, low_resolution=0, window=0, prior=0
+    shorter=0,
+    goes_on=0,
+    scale=0,
+    warp=0,
+    mirror=0,
+    gain=0,
+    offset_hu=0,
+    gamma=0,
+    noise_hu=0,
+    blur=0,
+    low_resolution=0,
+    window=0,
+    prior=0,
 )
 SPACINGS = [(6.0, 6.0, 6.0), (5.0, 5.0, 8.0), (6.0, 6.0, 5.0)]
 OURS = {"background": 0, "lung_right": 1, "lung_left": 2}
