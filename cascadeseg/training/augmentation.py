@@ -29,7 +29,7 @@ T = TypeVar("T", bound=np.generic)
 ELASTIC_POINTS = 4
 """Control points of the bending along each axis of a patch."""
 SHORTEST_MM = 24.0
-"""Of the scans that a part of a case may be."""
+"""Along z: the shortest scan that a case is cut to."""
 THROUGH_PLANE = 0.7
 """Share of low-resolution patches whose thick axis is z, as in scans; the rest is any axis."""
 
@@ -135,7 +135,7 @@ def _between_moved_faces(voxels: int, config: TrainingConfig, random: Generator)
 
 
 def _of_shorter_scan(slices: int, config: TrainingConfig, random: Generator) -> slice:
-    """What of a whole scan another one shows, that begins later or ends earlier: of any length, short ones as often."""
+    """The slices of a scan that a shorter one shows: 24 to 48 mm as often as twice or four times that."""
     if not _chance(config.augmentation.shorter, random):
         return slice(0, slices)
     least = max(1, min(slices, round(SHORTEST_MM / config.view.spacing_mm)))
@@ -162,7 +162,7 @@ def _window(
     on_lung: float,
     random: Generator,
 ) -> list[tuple[int, int]]:
-    """Where a window of a size begins and ends on each axis, maybe beyond the faces; never wholly."""
+    """Where a window of a size begins and ends on each axis: maybe beyond a face, but with some of the case in it."""
     axes = list(zip(labels.shape, size, beyond, strict=True))
     lowest = [max(-before, 1 - s) for _, s, (before, _) in axes]
     highest = [max(low, min(n - 1, n + behind - s)) for low, (n, s, (_, behind)) in zip(lowest, axes, strict=True)]
