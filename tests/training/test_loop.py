@@ -54,7 +54,7 @@ def weights(model: Path) -> bytes:
 
 
 def test_both_stages_train_on_a_folder_and_infer_takes_the_model(folder, tmp_path):
-    # So short a training misses a lung with every second seed.
+    # So short a training misses a lung with one to two seeds of four: this one does not.
     learning = {"steps": 90, "patch": (48, 48, 48), "learning_rate": 1e-2, "ema": 0.9, "validate_every": 90, "seed": 2}
     unet = UNetConfig(1, 3, widths=(8, 16, 24))
     first = run(replace(stage1(folder, **learning), view=View(8.0), unet=unet), tmp_path / "one")
