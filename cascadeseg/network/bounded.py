@@ -105,7 +105,8 @@ def pass_mb(engine: Runner, voxels: float, layer: float, streamed: bool | None =
     shrunk = [finest * 8.0**level for level in range(levels + 1)]
     skips = sum(unet.widths[level] / shrunk[level] for level in range(levels))
     lowers = sum(unet.widths[level] / shrunk[level] for level in range(1, levels + 1))
-    kept = voxels * (2 * unet.out_channels + width * (skips + lowers))
+    lungs = min(2, unet.out_channels)  # what `Finish` leaves of a piece's logits, in half precision
+    kept = voxels * (2 * lungs + width * (skips + lowers))
     in_work = min(voxels, slab_samples(unet, layer) + SLAB_CONTEXT * layer)
     total: float = kept + in_work * engine.work_bytes * width / 2
     return total / 1e6

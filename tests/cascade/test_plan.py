@@ -77,7 +77,7 @@ def test_how_long_a_scan_is_matters_to_the_host_alone():
 
 
 def test_a_gpu_with_less_memory_still_sees_lungs_in_tiles():
-    whole, tight = (on_a_gpu(limit).plan(long_scan(200)) for limit in (0.75, 0.66))
+    whole, tight = (on_a_gpu(limit).plan(long_scan(320)) for limit in (0.75, 0.66))
     assert whole.streamed
     assert whole.tiles == 1
     assert tight.streamed

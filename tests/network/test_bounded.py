@@ -4,14 +4,16 @@ import subprocess
 import sys
 from dataclasses import replace
 from importlib.util import find_spec
+from math import prod
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cascadeseg.errors import DeviceError
-from cascadeseg.network import Engine, UNet, UNetConfig, View, bounded, stage_of
-from cascadeseg.network.bounded import BoundedEngine, open_engine
+from cascadeseg.network import Engine, UNet, UNetConfig, View, bounded, load_model, shipped_model, stage_of
+from cascadeseg.network.bounded import BoundedEngine, open_engine, pass_mb
 from cascadeseg.network.engine import padded_to
 from cascadeseg.network.levels import Layers
 
@@ -81,6 +83,20 @@ def test_streams_stay_on_their_device():
     made = Layers((2, 17, 20, 90), lambda z: image[..., z])
     for streamed in (engine(image), engine(made, torch.sigmoid)):
         assert (streamed.device, streamed.shape, streamed.dtype) == (whole.device, whole.shape, whole.dtype)
+
+
+@pytest.mark.parametrize("name", ["locator", "refiner"])
+@pytest.mark.parametrize("shape", [(160, 144, 64), (96, 96, 224)])
+def test_a_plan_has_room_for_all_tensors_of_a_pass(name, shape):
+    """However many classes a network tells apart: what is kept of them are halves, of one lung or both."""
+    engine = BoundedEngine(getattr(load_model(shipped_model()), name), CPU, "fp32", "torch")
+    image = Layers((2, *shape), lambda z: torch.zeros(2, *shape[:2], z.stop - z.start))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as run:
+        engine(image, lambda logits: logits.softmax(dim=0)[:2].half())
+    changes = [event.nbytes() for event in run.profiler.kineto_results.events() if event.name() == "[memory]"]
+    peak_mb = float(np.cumsum(changes).max()) / 1e6
+    planned_mb = pass_mb(engine, prod(shape), shape[0] * shape[1])
+    assert peak_mb <= planned_mb < 5 * peak_mb
 
 
 class Starved:
