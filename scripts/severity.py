@@ -71,8 +71,13 @@ def consolidated_share(phantom: Phantom) -> float:
 
 
 def effused(patient: Patient, volume_ml: float) -> Case:
+    """Little fluid squeezes little lung, and lifts it little off the diaphragm."""
+    lies_on_diaphragm = patient.findings.subpulmonic
+
     def with_depth(depth: float) -> Patient:
-        sick = replace(patient.findings, effusion=(depth, depth), compression=(15.0, 15.0))
+        below = (min(lies_on_diaphragm[0], depth), min(lies_on_diaphragm[1], depth))
+        squeezed = (min(15.0, depth), min(15.0, depth))
+        sick = replace(patient.findings, effusion=(depth, depth), subpulmonic=below, compression=squeezed)
         return replace(patient, findings=sick)
 
     return with_as_much(with_depth, effusion_ml, volume_ml, highest=160.0)
