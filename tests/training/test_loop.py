@@ -54,7 +54,7 @@ def weights(model: Path) -> bytes:
 
 
 def test_both_stages_train_on_a_folder_and_infer_takes_the_model(folder, tmp_path):
-    # At 12 mm, with a reach of the whole chest: at 8 mm so short a training mixed up the sides with every third seed.
+    # At 12 mm, with a reach of the whole chest: at 8 mm so short a training failed with one to two seeds of four.
     learning = {"steps": 150, "patch": (32, 32, 32), "learning_rate": 1e-2, "ema": 0.9, "validate_every": 150}
     unet = UNetConfig(1, 3, widths=(8, 16, 24, 32))
     first = run(replace(stage1(folder, **learning), view=View(12.0), unet=unet), tmp_path / "one")
