@@ -14,9 +14,10 @@ their -gpu variants; ``smoke``: toys, to see the script work). ``--seed`` change
 patients; ``--steps-scale 0.5`` takes half the steps, on the schedule that goes with them, to compare seeds; below 1,000
 steps stage 1 is no locator (docs/model-development.md, entry 12).
 
-The cpu recipe's stage 1 is three trainings, each going on from the one before: the recipe; 2,500 steps on 500 patients
-of the preset training_bowel, with the next seed; 2,500 more on 500 others. What counts is the mean of the last two,
-which keeps most of what each of them is better at (entries 34 and 36).
+The cpu recipe's stage 1 is five trainings, each going on from the one before, with patients of its own: the recipe;
+twice 2,500 steps on 500 patients of the preset training_bowel; 7,000 on 3,000 of training, training_bowel and
+training_fluid together; 1,500 on 500 of training_bowel. What counts is the mean of the third and the fifth, which keeps
+most of what each of them is better at (docs/model-development.md, entries 34, 36 and 41).
 
 OUT/model is what `cascadeseg infer --model` takes; OUT/card.md is the part of the model card that can be written by a
 machine: hash, recipe, effort, and with ``--scans`` (see validate.py) the scores. ``--install`` puts the model into the
@@ -48,10 +49,25 @@ RECIPES = Path(__file__).parent.parent / "configs"
 SUFFIX = {"cpu": "", "gpu": "-gpu", "smoke": "-smoke"}
 SEED_STEP = 1_000_000
 """Between the patients of two seeds: far more than any recipe draws."""
-BOWEL = "training_bowel"
-"""Whom stage 1 goes on with: colon that looks like lung is rare among the patients before."""
 UNFINISHED = 4
 BEGIN, END = "<!-- written by scripts/train_shipped.py -->", "<!-- end -->"
+
+
+class Further(NamedTuple):
+    """A training that goes on from another: on whom, how many of them and how many steps a patient, how fast."""
+
+    preset: str | tuple[str, ...]
+    steps: int
+    cases: int
+    steps_per_case: int
+    learning_rate: float
+
+
+BOWEL = Further("training_bowel", 2500, 500, 5, 6e-4)
+"""Colon that looks like lung is rare among the patients before."""
+MIXED = Further(("training",) * 3 + ("training_bowel",) * 2 + ("training_fluid",), 7000, 3000, 2, 1e-3)
+"""All of it once more, with fluid: of parts one after the other each forgets some of those before."""
+FURTHER = (BOWEL, BOWEL, MIXED, BOWEL._replace(steps=1500, steps_per_case=3))
 
 
 class Training(NamedTuple):
@@ -131,14 +147,25 @@ def trainings(options: argparse.Namespace) -> list[Training]:
 
 
 def trained_on(first: Training, options: argparse.Namespace) -> list[Training]:
-    """Two shorter trainings of stage 1, one after the other, on other patients each."""
+    """Further trainings of stage 1, one after the other, on other patients each."""
     config, before, found = first.config, first.run, []
-    steps = max(1, round(2500 * options.steps_scale))
-    for number in (1, 2):
-        initial, first_patient = min(config.data.initial, 500), config.data.seed + number * SEED_STEP
-        data = replace(config.data, preset=BOWEL, cases=500, initial=initial, seed=first_patient)
-        seed = config.optimisation.seed + number
-        optimisation = replace(config.optimisation, steps=steps, learning_rate=6e-4, fixed_norm=0.0, seed=seed)
+    for number, further in enumerate(FURTHER, start=1):
+        steps = max(1, round(further.steps * options.steps_scale))
+        data = replace(
+            config.data,
+            preset=further.preset,
+            cases=further.cases,
+            initial=min(config.data.initial, further.cases),
+            steps_per_case=further.steps_per_case,
+            seed=config.data.seed + number * SEED_STEP,
+        )
+        optimisation = replace(
+            config.optimisation,
+            steps=steps,
+            learning_rate=further.learning_rate,
+            fixed_norm=0.0,
+            seed=config.optimisation.seed + number,
+        )
         on = replace(config, init=str(before / "model"), data=data, optimisation=optimisation)
         before = before.with_name(f"stage1-on{number}")
         found.append(Training(1, before, on))
@@ -178,7 +205,7 @@ def combined(options: argparse.Namespace) -> Path:
     notes = {"training_data": "synthetic chest CT only", "recipe": options.preset, "seed": options.seed}
     notes |= {**firsts[0].notes, **second.notes}
     notes["stage1_steps"] = sum(int(model.notes["stage1_steps"]) for model in firsts)
-    locator = mean_of([model.locator for model in firsts[1:] or firsts])
+    locator = mean_of([model.locator for model in firsts[-3::2]])  # the last, and that from which MIXED went on
     model = Model(locator, second.refiner, name=second.name, version=options.model_version, notes=notes)
     folder: Path = options.output / "model"
     save_model(model, folder)
@@ -222,12 +249,13 @@ def _effort(options: argparse.Namespace) -> list[list[str]]:
     columns = [["", "---", "patients", "steps", "patch", "patches a step", "peak learning rate", "minutes", "device"]]
     for _, run, config in trainings(options):
         data, numbers = config.data, config.optimisation
+        presets = [data.preset] if isinstance(data.preset, str) else list(dict.fromkeys(data.preset))
         patients = min(data.cases, data.initial + numbers.steps // data.steps_per_case)
         environment = json.loads((run / "environment.json").read_text(encoding="utf-8"))
         columns.append([
             run.name,
             "---",
-            f"{patients} (`{data.preset}`, seeds from {data.seed + data.validation})",
+            f"{patients} ({', '.join(f'`{name}`' for name in presets)}, seeds from {data.seed + data.validation})",
             str(numbers.steps),
             f"{' x '.join(map(str, numbers.patch))} at {config.view.spacing_mm:g} mm",
             str(numbers.batch),

@@ -33,7 +33,8 @@ class PathologyConfig:
 
     ``consolidation_reach`` is how far the most extensive fifth of consolidations goes (the largest of them, roughly as
     a share of the lungs); ``consolidation_density`` is where the draw of how solid one is ends, above 1 for more of
-    them without any air. ``effusion_depth`` is the median thickness of pleural fluid at the dependent wall, body mm.
+    them without any air. ``effusion_depth`` is the median thickness of pleural fluid at the dependent wall, body mm;
+    of effusions, ``subpulmonic`` is the share that lie on the diaphragm as well, ``compression`` that squeeze lung.
     """
 
     rate: float = 1.0
@@ -54,6 +55,8 @@ class PathologyConfig:
     pleural_thickening: float = 0.12
     effusion: float = 0.22
     effusion_depth: float = 20.0
+    subpulmonic: float = 0.3
+    compression: float = 0.75
     pneumothorax: float = 0.05
     missing_lung: float = 0.03
     subcutaneous_air: float = 0.03
@@ -213,6 +216,12 @@ PRESETS: dict[str, SynthesisConfig] = {
         _TRAINING,
         confounders=ConfounderConfig(high_colon=0.6),
         view=ViewConfig(chest=0.25, lung_free=0.1, partial=0.2, one_lung=0.06, abdominal_slab=0.08, bases=0.3),
+    ),
+    "training_fluid": replace(
+        _TRAINING,
+        pathology=replace(_TRAINING.pathology, healthy_share=0.2, effusion=0.6, subpulmonic=0.7, compression=0.9),
+        confounders=ConfounderConfig(high_colon=0.4),
+        view=ViewConfig(chest=0.4, lung_free=0.08, partial=0.2, one_lung=0.06, abdominal_slab=0.06, bases=0.08),
     ),
 } | {f"without_{name}": config for name, config in _ablations().items()}
 """Patients by name; ``without_...`` are the default ones less one group, for ablations."""

@@ -54,7 +54,8 @@ class DataConfig:
         folds: files only: patients are split into so many parts, by one chance for all recipes, unless the data set
             itself names folds.
         fold: files only: the part that is held out.
-        preset: synthetic only: a name from `cascadeseg.synthesis.PRESETS`.
+        preset: synthetic only: a name from `cascadeseg.synthesis.PRESETS`, or a list of them, of which patients are
+            by turns (a name may stand in it more than once).
         cases: synthetic only: how many training patients there are in all.
         initial: synthetic only: patients that are ready before the first step.
         steps_per_case: synthetic only: after this many steps one more patient joins, until there are ``cases``.
@@ -74,7 +75,7 @@ class DataConfig:
     labels: LabelNames = field(default_factory=LabelNames)
     folds: int = 5
     fold: int = 0
-    preset: str = "default"
+    preset: str | tuple[str, ...] = "default"
     cases: int = 400
     initial: int = 16
     steps_per_case: int = 8

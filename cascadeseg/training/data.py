@@ -122,12 +122,13 @@ def patients_of(config: TrainingConfig, record: Path) -> tuple[Sequence[Patient]
     """
     data = config.data
     if data.source == "synthetic":
-        if data.preset not in PRESETS:
-            raise ConfigError("data.preset", data.preset, "one of " + ", ".join(PRESETS))
+        presets = (data.preset,) if isinstance(data.preset, str) else data.preset
+        if not presets or (unknown := [name for name in presets if name not in PRESETS]):
+            raise ConfigError("data.preset", ", ".join(unknown) if presets else "none", "one of " + ", ".join(PRESETS))
         if unknown := unknown_tissues(data.labels):
             raise ConfigError("data.labels", ", ".join(unknown), "tissues of the synthetic chest CT (`Tissue`)")
-        count = data.validation + data.cases
-        all_of_them = [SyntheticPatient(data.seed + n, data.preset, data.labels, data.device) for n in range(count)]
+        seeds = range(data.seed, data.seed + data.validation + data.cases)
+        all_of_them = [SyntheticPatient(n, presets[n % len(presets)], data.labels, data.device) for n in seeds]
         return all_of_them[data.validation :], all_of_them[: data.validation]
     listed = listing(Path(data.source))
     mapping, problems = sides(listed, data.labels)

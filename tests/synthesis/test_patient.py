@@ -106,6 +106,22 @@ def test_bowel_that_looks_like_lung_is_common_where_it_is_asked_for() -> None:
     )
 
 
+def test_fluid_on_the_diaphragm_and_squeezed_lung_are_common_where_they_are_asked_for() -> None:
+    usual, fluid = (
+        [sample_patient(n, PRESETS[name]).findings for n in range(300)] for name in ("training", "training_fluid")
+    )
+
+    def sides(patients: list[Findings], *, squeezed: bool) -> tuple[int, float]:
+        wet = [(found, side) for found in patients for side in (0, 1) if found.effusion[side] > 0]
+        shown = [(found.compression if squeezed else found.subpulmonic)[side] > 0 for found, side in wet]
+        return len(wet), sum(shown) / len(wet)
+
+    assert sides(fluid, squeezed=True)[0] > 1.3 * sides(usual, squeezed=True)[0]
+    for squeezed, common, rare in ((False, 0.7, 0.3), (True, 0.9, 0.75)):
+        assert abs(sides(fluid, squeezed=squeezed)[1] - common) < 0.08
+        assert abs(sides(usual, squeezed=squeezed)[1] - rare) < 0.08
+
+
 def test_dark_lungs_are_common_in_training() -> None:
     presets = ("default", "training")
     lungs = {name: [sample_patient(n, PRESETS[name]).hounsfield.lung for n in range(200)] for name in presets}

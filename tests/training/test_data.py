@@ -339,6 +339,22 @@ def test_all_recipes_hold_out_the_same_patients(folder, tmp_path):
         patients_of(with_data(stage1(folder), folds=5, fold=5), tmp_path / "third.json")
 
 
+def test_synthetic_patients_are_of_several_presets_by_turns(folder, tmp_path):
+    mixed = with_data(
+        stage1(folder), source="synthetic", preset=("healthy", "covid", "covid"), validation=2, cases=4, seed=30
+    )
+    mixed = with_data(mixed, labels=LabelNames())
+    training, held_out = patients_of(mixed, tmp_path / "split.json")
+    told = [(patient.seed, patient.preset) for patient in [*held_out, *training]]
+    assert told == list(zip(range(30, 36), ("healthy", "covid", "covid") * 2, strict=True))
+    later, _ = patients_of(with_data(mixed, seed=31), tmp_path / "split.json")
+    assert all((patient.seed, patient.preset) in told for patient in later[:3])  # one cache serves both
+    assert recipe_digest(mixed) != recipe_digest(with_data(mixed, preset="healthy"))
+    for preset, found in ((("healthy", "helthy"), "helthy"), ((), "none")):
+        with pytest.raises(ConfigError, match=rf"^data\.preset: {found}; expected one of default, healthy"):
+            patients_of(with_data(mixed, preset=preset), tmp_path / "split.json")
+
+
 def test_the_cache_is_keyed_by_recipe_and_content(folder, tmp_path):
     config = stage1(folder)
     assert recipe_digest(config) == recipe_digest(stage1(folder, steps=99, learning_rate=1.0))
