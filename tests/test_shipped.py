@@ -107,11 +107,14 @@ def test_the_format_does_not_matter(patient, segmenter, upright, suffix, tmp_pat
     write_labels(labels, tmp_path / "mask.nii.gz", read)
 
 
-@pytest.mark.parametrize(("device", "waited_for"), [("cpu", []), ("cuda:1", [torch.device("cuda:1")])])
+@pytest.mark.parametrize(
+    ("device", "waited_for"), [("cpu", []), ("cuda:1", [torch.device("cuda:1"), "its freed blocks"])]
+)
 def test_no_device_is_touched_but_the_one_in_use(monkeypatch, device, waited_for):
     touched: list[object] = []
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.synchronize", lambda device=None: touched.append(device))
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: touched.append("its freed blocks"))
     with _Clock(lambda step, done: None, torch.device(device)).step("locate", 0.0):
         pass
     assert touched == waited_for

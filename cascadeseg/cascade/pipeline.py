@@ -34,9 +34,8 @@ from cascadeseg.formats import read_scan, scan_of
 from cascadeseg.formats.scan import Before, Scan
 from cascadeseg.geometry import Box, Grid, canonical_view
 from cascadeseg.labels import LUNGS, Label
-from cascadeseg.memory import give_back_freed_memory
 from cascadeseg.network.bounded import BoundedEngine, EngineKind
-from cascadeseg.network.engine import Precision, find_device
+from cascadeseg.network.engine import Precision, find_device, give_back
 from cascadeseg.network.model import Model, load_model
 from cascadeseg.parallel import Each, one_by_one, side_by_side
 
@@ -263,7 +262,7 @@ class _Clock:
         yield
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        give_back_freed_memory()
+        give_back(self.device)
         self.seconds[name] = time.perf_counter() - start
 
 

@@ -16,8 +16,8 @@ from cascadeseg.cascade.resample import resample_scan, resample_volume, windows_
 from cascadeseg.formats.scan import Scan
 from cascadeseg.geometry import Box, Grid
 from cascadeseg.labels import LEFT_LUNG, LUNGS, Label
-from cascadeseg.memory import give_back_freed_memory
 from cascadeseg.network.bounded import Runner
+from cascadeseg.network.engine import give_back
 from cascadeseg.network.levels import Layers
 from cascadeseg.network.model import View
 
@@ -107,7 +107,7 @@ def refine(scan: Scan, lung: LungBox, coarse: Coarse, engine: Runner) -> Refined
     """Segments one lung; a box that cuts it is grown and segmented again, `LARGEST_REGROWTH` times at most."""
     while True:
         refined = _refine_once(scan, lung, coarse, engine)
-        give_back_freed_memory()
+        give_back(engine.device)
         cut = cut_faces(refined, scan.grid)
         larger = regrow(lung, cut)
         if not cut or lung.regrown == LARGEST_REGROWTH or larger.box == lung.box:

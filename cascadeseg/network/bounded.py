@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cascadeseg.errors import DeviceError
 from cascadeseg.memory import is_out_of_memory
-from cascadeseg.network.engine import Engine, Precision, in_slabs
+from cascadeseg.network.engine import Engine, Precision, give_back, in_slabs
 from cascadeseg.network.levels import Finish, Image, slab_samples, streamed_levels, unchanged
 from cascadeseg.network.model import Stage
 
@@ -190,10 +190,7 @@ class BoundedEngine:
 
     def _next_rung(self, length: int, depth: int, error: Exception) -> int:
         """A tile length that may fit, on an engine that may be another one now."""
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        elif self.device.type == "mps":
-            torch.mps.empty_cache()
+        give_back(self.device)
         if not self.streamed and streamed_levels(self.stage.unet):
             self._note(f"stage of {self.stage.view.spacing_mm:g} mm a few slices at a time")
             self.streamed = True

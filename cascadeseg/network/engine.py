@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cascadeseg.errors import DeviceError
+from cascadeseg.memory import give_back_freed_memory
 from cascadeseg.network.blocks import has_one_pass
 from cascadeseg.network.levels import Finish, Image, Layers, Slab, put, streamed_levels, unchanged
 from cascadeseg.network.model import Stage
-from cascadeseg.network.streams import in_streams
+from cascadeseg.network.streams import finished, in_streams
 from cascadeseg.parallel import threads_to_share
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
@@ -42,6 +43,19 @@ def find_device(name: str) -> torch.device:
         there = f"{count[device.type]} {device.type} devices" if count[device.type] else f"no {device.type} device"
         raise DeviceError("--device", f"{name}, but this machine has {there}", "", "use --device auto or cpu")
     return device
+
+
+def give_back(device: torch.device) -> None:
+    """Returns what was freed of a device's memory and of the process's to the system.
+
+    torch's allocators keep freed blocks and cut them up for smaller tensors: what one reserved of a GPU grew from step
+    to step to twice what its tensors ever took.
+    """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif device.type == "mps":
+        torch.mps.empty_cache()
+    give_back_freed_memory()
 
 
 def fast_precision(device: torch.device) -> Literal["fp32", "bf16", "fp16"]:
@@ -111,8 +125,8 @@ class Engine:
             logits = in_streams(self._network, padded, finish)
         else:
             batch = padded[..., :].transpose(1, 3)[None].to(self.device, self._dtype)
-            logits = self._network(batch.contiguous(memory_format=torch.channels_last_3d))[0]
-            logits = finish(logits.float()).transpose(1, 3)
+            logits = self._network(batch.contiguous(memory_format=torch.channels_last_3d))
+            logits = finished(logits, finish)[0].transpose(1, 3)
         return logits[:, :nx, :ny, :nz]
 
 

@@ -24,6 +24,8 @@ Slices = Callable[[slice], Tensor]
 """A range of slices to (1, C, z, Y, X)."""
 PIECE_VOXELS = 500_000
 """Voxels of the image that are in work at any one time, about: fewer take less memory and more time."""
+FINISHED_VOXELS = 100_000
+"""Voxels whose logits are in float32 at any one time, about: they fit a processor's cache."""
 THINNEST_PIECE = 8
 """Samples along z; of thinner pieces too much would be remembered slices."""
 ROOMY_MB = 1000.0
@@ -50,6 +52,13 @@ def in_streams(network: UNet, image: Image, finish: Finish) -> Tensor:
 
     _, nx, ny, nz = image.shape
     return _streamed(network, 0, slices, (nz, ny, nx), finish)[0].transpose(1, 3)
+
+
+def finished(logits: Tensor, finish: Finish) -> Tensor:
+    """(1, K, Z, Y, X) logits in any precision to (1, any, Z, Y, X), what ``finish`` makes of them in float32."""
+    whole = _Whole(logits.shape[2], channels_last=False)
+    _finish(logits, finish, whole)
+    return whole.tensor
 
 
 def _streamed(network: UNet, level: int, x: Slices, shape: Shape, finish: Finish) -> Tensor:
@@ -102,8 +111,18 @@ def _ascended(network: UNet, level: int, lower: Tensor, skip: Tensor, finish: Fi
         piece = network.joined(level, _channels_last(lower[:, :, half]), skip[:, :, z])
         for block in blocks:
             piece = block(piece, last)
-        whole.add(finish(network.headed(piece)[0].float())[None] if level == 0 else piece)
+        if level == 0:
+            _finish(network.headed(piece), finish, whole)
+        else:
+            whole.add(piece)
     return whole.tensor
+
+
+def _finish(logits: Tensor, finish: Finish, whole: _Whole) -> None:
+    """Adds what ``finish`` makes of logits, few at a time: in float32 they take more memory than in the network."""
+    _, _, _, ny, nx = logits.shape
+    for part in torch.split(logits, max(1, FINISHED_VOXELS // (nx * ny)), dim=2):
+        whole.add(finish(part[0].float())[None])
 
 
 def _pieces(shape: Shape, network: UNet, level: int, cell: int) -> Iterator[tuple[slice, bool]]:

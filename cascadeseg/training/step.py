@@ -19,6 +19,7 @@ from torch import Tensor
 
 from cascadeseg.errors import ConfigError, DeviceError
 from cascadeseg.memory import is_out_of_memory
+from cascadeseg.network.engine import give_back
 from cascadeseg.training.augmentation import Cut
 from cascadeseg.training.config import OptimisationConfig, TrainingConfig
 from cascadeseg.training.data import batch_of
@@ -167,8 +168,7 @@ def _count_skipped(trainer: Trainer, scaled: bool) -> None:
 def _give_way(trainer: Trainer) -> None:
     """The next rung of the ladder for a device that is out of memory."""
     trainer.optimiser.zero_grad(set_to_none=True)
-    if trainer.fabric.device.type == "cuda":
-        torch.cuda.empty_cache()
+    give_back(trainer.fabric.device)
     state = trainer.state
     relief = state.relief.more(trainer.config)
     if relief is None:

@@ -85,11 +85,13 @@ def test_streams_stay_on_their_device():
         assert (streamed.device, streamed.shape, streamed.dtype) == (whole.device, whole.shape, whole.dtype)
 
 
+@pytest.mark.parametrize(("precision", "streamed"), [("fp32", True), ("bf16", False)])
 @pytest.mark.parametrize("name", ["locator", "refiner"])
 @pytest.mark.parametrize("shape", [(160, 144, 64), (96, 96, 224)])
-def test_a_plan_has_room_for_all_tensors_of_a_pass(name, shape):
+def test_a_plan_has_room_for_all_tensors_of_a_pass(name, shape, precision, streamed):
     """However many classes a network tells apart: what is kept of them are halves, of one lung or both."""
-    engine = BoundedEngine(getattr(load_model(shipped_model()), name), CPU, "fp32", "torch")
+    engine = Engine(getattr(load_model(shipped_model()), name), CPU, precision)
+    engine.streamed = streamed
     image = Layers((2, *shape), lambda z: torch.zeros(2, *shape[:2], z.stop - z.start))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as run:
         engine(image, lambda logits: logits.softmax(dim=0)[:2].half())
