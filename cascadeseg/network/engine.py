@@ -125,8 +125,8 @@ class Engine:
             logits = in_streams(self._network, padded, finish)
         else:
             batch = padded[..., :].transpose(1, 3)[None].to(self.device, self._dtype)
-            logits = self._network(batch.contiguous(memory_format=torch.channels_last_3d))
-            logits = finished(logits, finish)[0].transpose(1, 3)
+            features = self._network.features(batch.contiguous(memory_format=torch.channels_last_3d))
+            logits = finished(self._network, features, finish)[0].transpose(1, 3)
         return logits[:, :nx, :ny, :nz]
 
 

@@ -25,7 +25,7 @@ Slices = Callable[[slice], Tensor]
 PIECE_VOXELS = 500_000
 """Voxels of the image that are in work at any one time, about: fewer take less memory and more time."""
 FINISHED_VOXELS = 100_000
-"""Voxels whose logits are in float32 at any one time, about: they fit a processor's cache."""
+"""Voxels whose logits are in memory at any one time, about: they fit a processor's cache."""
 THINNEST_PIECE = 8
 """Samples along z; of thinner pieces too much would be remembered slices."""
 ROOMY_MB = 1000.0
@@ -54,10 +54,10 @@ def in_streams(network: UNet, image: Image, finish: Finish) -> Tensor:
     return _streamed(network, 0, slices, (nz, ny, nx), finish)[0].transpose(1, 3)
 
 
-def finished(logits: Tensor, finish: Finish) -> Tensor:
-    """(1, K, Z, Y, X) logits in any precision to (1, any, Z, Y, X), what ``finish`` makes of them in float32."""
-    whole = _Whole(logits.shape[2], channels_last=False)
-    _finish(logits, finish, whole)
+def finished(network: UNet, features: Tensor, finish: Finish) -> Tensor:
+    """The finest level's features, (1, C, z, y, x), to what ``finish`` makes of the logits: (1, any, Z, Y, X)."""
+    whole = _Whole(features.shape[2] * cell_of(network.config, 0), channels_last=False)
+    _finish(network, features, finish, whole)
     return whole.tensor
 
 
@@ -112,17 +112,18 @@ def _ascended(network: UNet, level: int, lower: Tensor, skip: Tensor, finish: Fi
         for block in blocks:
             piece = block(piece, last)
         if level == 0:
-            _finish(network.headed(piece), finish, whole)
+            _finish(network, piece, finish, whole)
         else:
             whole.add(piece)
     return whole.tensor
 
 
-def _finish(logits: Tensor, finish: Finish, whole: _Whole) -> None:
-    """Adds what ``finish`` makes of logits, few at a time: in float32 they take more memory than in the network."""
-    _, _, _, ny, nx = logits.shape
-    for part in torch.split(logits, max(1, FINISHED_VOXELS // (nx * ny)), dim=2):
-        whole.add(finish(part[0].float())[None])
+def _finish(network: UNet, features: Tensor, finish: Finish, whole: _Whole) -> None:
+    """Adds what ``finish`` makes of the logits, few at a time: they take more memory than the features."""
+    _, _, _, ny, nx = features.shape
+    slices = max(1, FINISHED_VOXELS // (nx * ny * cell_of(network.config, 0) ** 3))
+    for part in torch.split(features, slices, dim=2):
+        whole.add(finish(network.headed(part)[0].float())[None])
 
 
 def _pieces(shape: Shape, network: UNet, level: int, cell: int) -> Iterator[tuple[slice, bool]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -103,20 +104,15 @@ class UNet(nn.Module):
             (B, out_channels, X, Y, Z) logits; while training with deep supervision a list, finest first, the others at
             the resolution of their level.
         """
-        x = self.stemmed(image)
-        skips: list[Tensor] = []
-        for level in range(len(self.down)):
-            skip, x = self.descend(level, x)
-            skips.append(skip)
-        x = self._through(self.encoder[-1], x)
-        features = [x]
-        for level in reversed(range(len(self.up))):
-            x = self.ascend(level, x, skips[level])
-            features.insert(0, x)
+        *coarser, x = self._upwards(0, self.stemmed(image))
         logits = self.headed(x)
         if not (self.training and self.config.deep_supervision):
             return logits
-        return [logits, *(head(f) for head, f in zip(self.side_heads, features[1:], strict=True))]
+        return [logits, *(head(features) for head, features in zip(self.side_heads, reversed(coarser), strict=True))]
+
+    def features(self, image: Tensor) -> Tensor:
+        """The finest level's features, of which `headed` makes the logits."""
+        return self.beneath(0, self.stemmed(image))
 
     def stemmed(self, image: Tensor) -> Tensor:
         """The finest level's input."""
@@ -131,10 +127,9 @@ class UNet(nn.Module):
 
     def beneath(self, level: int, x: Tensor) -> Tensor:
         """From the input of a level down to the coarsest and up to that level's features."""
-        if level == len(self.down):
-            return self._through(self.encoder[-1], x)
-        skip, lower = self.descend(level, x)
-        return self.ascend(level, self.beneath(level + 1, lower), skip)
+        for features in self._upwards(level, x):
+            x = features
+        return x
 
     def ascend(self, level: int, lower: Tensor, skip: Tensor) -> Tensor:
         """A level on the way up, from the features of the next coarser one."""
@@ -172,6 +167,21 @@ class UNet(nn.Module):
             head.weight.data = _cells_transposed(head.weight.data, dim=0)
             if head.bias is not None:
                 head.bias.data = _cells_transposed(head.bias.data, dim=0)
+
+    def _upwards(self, level: int, x: Tensor) -> Iterator[Tensor]:
+        """From the input of a level down to the coarsest, then up: the features of each level, coarsest first.
+
+        No skip stays in memory for longer than it is needed.
+        """
+        skips: list[Tensor] = []
+        for here in range(level, len(self.down)):
+            skip, x = self.descend(here, x)
+            skips.append(skip)
+        x = self._through(self.encoder[-1], x)
+        yield x
+        for here in reversed(range(level, len(self.up))):
+            x = self.ascend(here, x, skips.pop())
+            yield x
 
     def _through(self, blocks: nn.Module, x: Tensor) -> Tensor:
         for block in blocks.children():
