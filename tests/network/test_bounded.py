@@ -16,6 +16,7 @@ from cascadeseg.network import Engine, UNet, UNetConfig, View, bounded, load_mod
 from cascadeseg.network.bounded import BoundedEngine, open_engine, pass_mb
 from cascadeseg.network.engine import padded_to
 from cascadeseg.network.levels import Layers
+from cascadeseg.network.streams import FINISHED_VOXELS
 
 CPU = torch.device("cpu")
 SMALL = UNetConfig(2, 1, widths=(4, 8, 16), block="bottleneck")
@@ -99,6 +100,18 @@ def test_a_plan_has_room_for_all_tensors_of_a_pass(name, shape, precision, strea
     peak_mb = float(np.cumsum(changes).max()) / 1e6
     planned_mb = pass_mb(engine, prod(shape), shape[0] * shape[1])
     assert peak_mb <= planned_mb < 5 * peak_mb
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_logits_are_made_and_finished_few_at_a_time(streamed):
+    """In float32, of all classes, they would take more memory than all else in a pass."""
+    engine = Engine(load_model(shipped_model()).locator, CPU, "fp32")
+    engine.streamed = streamed
+    made, headed = [], engine._network.headed
+    engine._network.headed = lambda features: made.append(headed(features)) or made[-1]
+    engine(torch.zeros(2, 160, 144, 64), lambda logits: logits[:1])
+    assert sum(logits.shape[2] for logits in made) == 64
+    assert max(logits[0, 0].numel() for logits in made) <= FINISHED_VOXELS
 
 
 class Starved:
