@@ -249,13 +249,13 @@ def _effort(options: argparse.Namespace) -> list[list[str]]:
     columns = [["", "---", "patients", "steps", "patch", "patches a step", "peak learning rate", "minutes", "device"]]
     for _, run, config in trainings(options):
         data, numbers = config.data, config.optimisation
-        presets = [data.preset] if isinstance(data.preset, str) else list(dict.fromkeys(data.preset))
+        presets = ", ".join(f"`{name}`" for name in dict.fromkeys(data.presets))
         patients = min(data.cases, data.initial + numbers.steps // data.steps_per_case)
         environment = json.loads((run / "environment.json").read_text(encoding="utf-8"))
         columns.append([
             run.name,
             "---",
-            f"{patients} ({', '.join(f'`{name}`' for name in presets)}, seeds from {data.seed + data.validation})",
+            f"{patients} ({presets}, seeds from {data.seed + data.validation})",
             str(numbers.steps),
             f"{' x '.join(map(str, numbers.patch))} at {config.view.spacing_mm:g} mm",
             str(numbers.batch),

@@ -87,6 +87,11 @@ class DataConfig:
     cache: str = ""
     seed: int = 1000
 
+    @property
+    def presets(self) -> tuple[str, ...]:
+        """``preset`` as a list, whether one was named or several."""
+        return (self.preset,) if isinstance(self.preset, str) else self.preset
+
 
 @dataclass(frozen=True)
 class AugmentationConfig:

@@ -122,9 +122,10 @@ def patients_of(config: TrainingConfig, record: Path) -> tuple[Sequence[Patient]
     """
     data = config.data
     if data.source == "synthetic":
-        presets = (data.preset,) if isinstance(data.preset, str) else data.preset
-        if not presets or (unknown := [name for name in presets if name not in PRESETS]):
-            raise ConfigError("data.preset", ", ".join(unknown) if presets else "none", "one of " + ", ".join(PRESETS))
+        presets = data.presets
+        unknown_presets = [name for name in presets if name not in PRESETS]
+        if unknown_presets or not presets:
+            raise ConfigError("data.preset", ", ".join(unknown_presets) or "none", "one of " + ", ".join(PRESETS))
         if unknown := unknown_tissues(data.labels):
             raise ConfigError("data.labels", ", ".join(unknown), "tissues of the synthetic chest CT (`Tissue`)")
         seeds = range(data.seed, data.seed + data.validation + data.cases)
