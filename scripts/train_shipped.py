@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import shutil
 import sys
 import time
@@ -237,7 +238,7 @@ def as_card(folder: Path, options: argparse.Namespace, scores: str) -> str:
     if options.steps_scale != 1:
         command += f" --steps-scale {options.steps_scale:g}"
     for number, overrides in ((1, options.set1), (2, options.set2)):
-        command += f" --set{number} {' '.join(overrides)}" if overrides else ""
+        command += f" --set{number} {shlex.join(overrides)}" if overrides else ""
     rows += [("recipe", f"`{command}`"), ("size", f"{(folder / 'model.safetensors').stat().st_size / 1e6:.1f} MB")]
     lines = [BEGIN, "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows), ""]
     lines += [f"| {' | '.join(row)} |" for row in _effort(options)]
