@@ -81,7 +81,10 @@ def open_engine(stage: Stage, device: torch.device, precision: Precision = "auto
 
 
 def bytes_per_voxel(stage: Stage, precision: str) -> float:
-    """Memory of a whole forward pass for each voxel of the image: image, widest level and logits."""
+    """Memory of a whole forward pass for each voxel of the image: image, widest level and logits.
+
+    Not all logits are there at once; that leaves room for what an allocator keeps beside its tensors.
+    """
     unet = stage.unet
     width = 4 if precision == "fp32" else 2
     finest = unet.widths[0] / (8 if unet.stem == "space_to_depth" else 1)
