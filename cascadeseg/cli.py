@@ -89,8 +89,16 @@ def program() -> NoReturn:
 class _Parser(argparse.ArgumentParser):
     """A parser whose complaints are one line, like all others."""
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Complains of what it does not know itself; a command's parser would leave that to the program's."""
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return known, unknown
+
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(self.prog, message, remedy=f"see {self.prog} --help")
+        _, _, command = self.prog.partition(" ")
+        raise ConfigError(command or "command line", message, remedy=f"see {self.prog} --help")
 
 
 def _parser() -> argparse.ArgumentParser:
