@@ -40,6 +40,10 @@ LUNG_SHARE = 0.15
 """Of what is not tissue, at least so much is not the blackest black where a window shows lungs."""
 LUNG_DEPTH = 0.13
 """Of the way from black to tissue, where lungs lie; in a window of soft tissue fat lies higher."""
+MOST_HU = 8000.0
+"""Beyond what metal has."""
+LOST_SIGN = 2**16 - 5000
+"""From here on 16 bits may be a negative value whose sign was lost."""
 UNSURE = "the mask may be wrong"
 
 Values = npt.NDArray[np.float32]
@@ -142,7 +146,7 @@ def not_hu(values: Values) -> str:
     inverted = bright > 0.1 and bright > 10 * _share(values, -1100, -800) and _share(values, 1200, np.inf) < 0.0005
     if inverted and _share(values, -np.inf, -150) > 0.002:
         return "the values look inverted (air bright, bone dark)"
-    if _share(values, -8000, 8000) < 0.99:
+    if _share(values, -MOST_HU, MOST_HU) < 0.99:
         return f"values from {span} cannot be HU"
     if _share(values, -np.inf, -20) < 0.001:
         return f"values from {span} hold neither air nor fat, so they can hardly be HU"
@@ -180,8 +184,10 @@ def _not_finite(voxels: npt.NDArray[Any]) -> list[str]:
 
 
 def _signed(scan: Scan) -> Scan:
-    """Undoes a signed type that was lost: -1000 stored as 64536."""
-    if scan.voxels.dtype != np.uint16 or _share(_lattice(scan, stored=True), 2**16 - 5000, np.inf) < 0.005:
+    """Undoes a signed type that was lost, -1000 stored as 64536; where a slope makes HU of such values none was."""
+    if scan.voxels.dtype != np.uint16 or abs(scan.slope * LOST_SIGN + scan.intercept) < MOST_HU:
+        return scan
+    if _share(_lattice(scan, stored=True), LOST_SIGN, np.inf) < 0.005:
         return scan
     said = "negative values were stored as unsigned ones; they are read as signed"
     return replace(scan, voxels=scan.voxels.view(np.int16)).warned(said)

@@ -72,6 +72,18 @@ def test_signed_values_read_as_unsigned() -> None:
     assert np.array_equal(scan.hu(), chest())
 
 
+def test_large_unsigned_values_that_a_slope_makes_hu(tmp_path: Path) -> None:
+    """As nibabel writes floating-point HU in uint16: all of it is used, and the slope is negative."""
+    image = nibabel.Nifti1Image(chest().astype(np.float32), affine_of())
+    image.set_data_dtype(np.uint16)
+    image.to_filename(tmp_path / "scan.nii")
+    scan = read_scan(tmp_path / "scan.nii")
+    assert scan.voxels.dtype == np.uint16
+    assert scan.slope < 0
+    assert scan.warnings == ()
+    assert np.abs(scan.hu() - chest()).max() < 0.05
+
+
 @pytest.mark.parametrize("level", [-2000, -2048, -3024])
 def test_padding_is_told(level: int) -> None:
     values = chest()
