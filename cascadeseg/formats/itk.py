@@ -141,15 +141,7 @@ def write_itk(voxels: npt.NDArray[Any], geometry: ItkGeometry, path: Path) -> No
 def holds(path: Path, voxels: npt.NDArray[Any], geometry: ItkGeometry) -> bool:
     """Whether a file, read back, is the volume that `write_itk` was given."""
     image = SimpleITK.ReadImage(str(path))
-    there = ItkGeometry.of_image(image)
-    same_place = all(
-        np.allclose(a, b, rtol=1e-9, atol=1e-9)
-        for a, b in zip(
-            (there.spacing, there.origin, there.direction),
-            (geometry.spacing, geometry.origin, geometry.direction),
-            strict=True,
-        )
-    )
+    same_place = np.allclose(ItkGeometry.of_image(image).affine, geometry.affine, rtol=1e-9, atol=1e-9)
     array = SimpleITK.GetArrayViewFromImage(image).transpose(2, 1, 0)
     return same_place and array.dtype == voxels.dtype and np.array_equal(array, voxels)
 

@@ -10,10 +10,13 @@ import re
 from math import prod
 from pathlib import Path
 
+from cascadeseg.errors import ScanError
 from cascadeseg.formats.packed import Data
 from cascadeseg.formats.placement import NO_PLACE, NO_SPACING, refuse_other_units
 
 HEADER_BYTES = 1 << 16
+NOT_TURNED = ("right-anterior-superior-time", "rast", "left-anterior-superior-time", "last")
+"""Spaces that ITK takes for LPS, though it knows them without the time."""
 
 
 def checked_header(path: Path) -> tuple[Data | None, tuple[str, ...]]:
@@ -23,7 +26,7 @@ def checked_header(path: Path) -> tuple[Data | None, tuple[str, ...]]:
         The data if they are gzipped and in one file, None of others; and the remarks.
 
     Raises:
-        ScanError: its lengths are not in millimetres.
+        ScanError: its lengths are not in millimetres, or its axes are such as ITK takes for others.
     """
     fields, end = _fields(path)
     for field in ("space units", "units"):
@@ -31,6 +34,9 @@ def checked_header(path: Path) -> tuple[Data | None, tuple[str, ...]]:
     vectors = fields.get("space directions", "").count("(")
     numbers = [word for word in fields.get("spacings", "").split() if word.lower() != "nan"]
     space = fields.get("space", "").lower()  # the others that NRRD knows are of a scanner, or of nothing
+    if space in NOT_TURNED:
+        expected = "left-posterior-superior-time, or a file of three dimensions"
+        raise ScanError(path, f"the space '{space}', whose sides would be taken for others", expected, "convert it")
     placed = "superior" in space or space[:3] in ("ras", "las", "lps")
     spaced = vectors >= 3 or len(numbers) >= 3
     odd = (*(() if placed else (NO_PLACE,)), *(() if spaced else (NO_SPACING,)))

@@ -66,6 +66,23 @@ def test_big_endian_and_ras_nrrd(tmp_path: Path) -> None:
     assert scan.warnings == ()
 
 
+@pytest.mark.parametrize("space", ["LPST", "left-posterior-superior-time", "RAST", "left-anterior-superior-time"])
+def test_nrrd_spaces_with_time(tmp_path: Path, space: str) -> None:
+    header = (
+        f"NRRD0005\ntype: int16\ndimension: 4\nspace: {space}\nsizes: 12 14 10 2\nencoding: raw\nendian: little\n"
+        "space directions: (0.75,0,0,0) (0,0.8,0,0) (0,0,2.5,0) (0,0,0,1)\nspace origin: (31.5,-12.25,-140,0)\n"
+        "kinds: space space space time\n\n"
+    )
+    path = tmp_path / "scan.nrrd"
+    path.write_bytes(header.encode() + 2 * ct_values().tobytes(order="F"))
+    if space.lower().startswith(("lp", "left-p")):
+        assert np.allclose(read_scan(path, volume=1).grid.affine, affine_of(np.diag([-1, -1, 1])))
+        return
+    found = f"scan.nrrd: the space '{space.lower()}', whose sides would be taken for others; expected left-posterior-"
+    with pytest.raises(ScanError, match=found):
+        read_scan(path, volume=1)
+
+
 def test_a_header_without_orientation_is_told(tmp_path: Path) -> None:
     header = "NRRD0004\ntype: int16\ndimension: 3\nsizes: 12 14 10\nspacings: 0.75 0.8 2.5\nencoding: raw\n"
     header += "endian: little\n\n"
@@ -242,6 +259,18 @@ def test_a_mask_has_the_scans_geometry_to_the_last_bit(tmp_path: Path, suffix: s
     tolerance = 1e-15 if suffix == ".nrrd" else 0
     assert np.abs(np.subtract(mask.GetSpacing(), was.GetSpacing())).max() <= tolerance
     assert np.abs(np.subtract(mask.GetDirection(), was.GetDirection())).max() <= tolerance
+
+
+@pytest.mark.parametrize("target", SUFFIXES)
+def test_rounded_cosines(tmp_path: Path, target: str) -> None:
+    """Their columns are not quite of length 1; NRRD, which has no spacing of its own, takes that for the spacing's."""
+    image = itk_image()
+    image.SetDirection((0.9848, 0.1736, 0, -0.1736, 0.9848, 0, 0, 0, 1))
+    SimpleITK.WriteImage(image, str(tmp_path / "scan.mha"))
+    scan = read_scan(tmp_path / "scan.mha")
+    write_labels(np.ones(SHAPE, np.uint8), tmp_path / f"mask{target}", scan)
+    _, there = read_labels(tmp_path / f"mask{target}")
+    assert np.allclose(there.affine, scan.grid.affine, atol=1e-9)
 
 
 @pytest.mark.parametrize("source", [".nii.gz", *SUFFIXES])
