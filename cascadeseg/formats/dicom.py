@@ -11,6 +11,7 @@ series reader (sorts, but neither chooses, nor sees gaps, nor reads zips); pydic
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -90,7 +91,9 @@ def _lenient_pydicom() -> Iterator[None]:
     before = settings.reading_validation_mode
     settings.reading_validation_mode = pydicom.config.IGNORE
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module="pydicom")
+            yield
     finally:
         settings.reading_validation_mode = before
 
@@ -144,14 +147,14 @@ def _chosen(stacks: list[Stack], series: str | None, path: Path) -> tuple[Stack,
             raise ScanError(path, f"no CT series {series}", f"one of {named}")
     stack, *rest = stacks
     others = [other for other in rest if other.series.uid != stack.series.uid]
-    warnings = []
+    odd = []
     if others:
         left = "; ".join(_named(other) for other in others[:NAMED_SERIES])
         left += f"; and {len(others) - NAMED_SERIES} more" if len(others) > NAMED_SERIES else ""
-        warnings.append(f"several CT series: took the largest, {_named(stack)}; left {left}; see --series")
+        odd.append(f"several CT series: took the largest, {_named(stack)}; left {left}; see --series")
     if same := sum(len(other.slices) for other in rest if other.series.uid == stack.series.uid):
-        warnings.append(f"{same} slices of the series do not fit the others in place, size or direction: left out")
-    return stack, warnings
+        odd.append(f"{same} slices of the series do not fit the others in place, size or direction: left out")
+    return stack, odd
 
 
 def _named(stack: Stack) -> str:

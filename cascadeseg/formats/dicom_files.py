@@ -37,6 +37,8 @@ LOST = (DAMAGED, NO_PLACE, NO_FILE)
 """What may have been a slice of the scan."""
 NATIVE_ENCODINGS = (ImplicitVRLittleEndian, ExplicitVRLittleEndian)
 PIXELS_TAG = b"\xe0\x7f\x10\x00"
+PIXELS_VRS = (b"OW", b"OB", b"UN")
+"""No length begins so where there is no VR, as lengths are even."""
 
 _TAGS = [
     *("SOPInstanceUID", "Modality", "ImageType", "StudyInstanceUID", "SeriesInstanceUID", "SeriesNumber"),
@@ -140,14 +142,19 @@ def sources_of(path: Path) -> Iterator[list[Source]]:
     if path.is_dir():
         yield [source_of(file) for file in sorted(_files_below(path))]
     elif suffix_of(path) == ".zip":
-        if not zipfile.is_zipfile(path):
-            raise ScanError(path, "a damaged zip file, or none", "a zip of DICOM files", "copy it again")
-        with zipfile.ZipFile(path) as archive:
+        with _zip(path) as archive:
             files = [info.filename for info in archive.infolist() if not info.is_dir()]
             names = sorted(name for name in files if not any(part.startswith(".") for part in name.split("/")))
             yield [Source(name, lambda name=name: archive.open(name), str(path)) for name in names]  # type: ignore[misc]
     else:
         yield [source_of(path)]
+
+
+def _zip(path: Path) -> zipfile.ZipFile:
+    try:
+        return zipfile.ZipFile(path)
+    except (zipfile.BadZipFile, NotImplementedError) as problem:  # or its list of files asks for what Python has not
+        raise ScanError(path, "a damaged zip file, or none", "a zip of DICOM files", "copy it again") from problem
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
@@ -391,7 +398,7 @@ def _pixels_start(header: Any, stream: IO[bytes]) -> int | None:
     tag = stream.read(12)
     if tag[:4] != PIXELS_TAG:
         raise ValueError("no pixels")
-    explicit = encoding == ExplicitVRLittleEndian
+    explicit = tag[4:6] in PIXELS_VRS  # some files say one encoding and are of the other, which pydicom sees as well
     length = int.from_bytes(tag[8:12] if explicit else tag[4:8], "little")
     frames = int(header.get("NumberOfFrames", None) or 1)
     wanted = int(header.Rows) * int(header.Columns) * int(header.BitsAllocated) // 8 * frames

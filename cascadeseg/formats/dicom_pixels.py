@@ -6,6 +6,8 @@ pydicom decodes, or GDCM (in SimpleITK) what pydicom has no decoder for, as loss
 from __future__ import annotations
 
 import tempfile
+import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from threading import Lock
@@ -30,36 +32,41 @@ _TAGS = [
 def values_reader() -> Callable[[Slice], npt.NDArray[Any]]:
     """What gives the (rows, columns) stored values of a slice, of type ``slice_.stored``.
 
-    It may be called from several threads. A file of many frames is decoded whole, and kept until the next one. What it
-    gives out raises ScanError for pixels that are damaged, or compressed in a way that nothing here can undo.
+    It may be called from several threads. A file of many frames is decoded whole, or read whole from a zip, where every
+    frame by itself would unpack all before it, and kept until the next one. What it gives out raises ScanError for
+    pixels that are damaged, or compressed in a way that nothing here can undo.
     """
     held: dict[str, npt.NDArray[Any]] = {}
     lock = Lock()
 
     def values(slice_: Slice) -> npt.NDArray[Any]:
-        if slice_.pixels_at is not None:
-            return _read(slice_, slice_.pixels_at)
-        if slice_.frames == 1:
-            return _decoded(slice_).reshape(slice_.shape)
-        with lock:
-            if slice_.source.name not in held:
-                held.clear()
-                held[slice_.source.name] = _decoded(slice_)
-            frame: npt.NDArray[Any] = held[slice_.source.name][slice_.frame]
-        return frame
+        raw, alone = slice_.pixels_at is not None, slice_.frames == 1
+        try:
+            if alone or (raw and not slice_.source.archive):
+                frame = _words(slice_, slice_.frame, 1)[0] if raw else _decoded(slice_)[0]
+            else:
+                with lock:
+                    if slice_.source.name not in held:
+                        held.clear()
+                        held[slice_.source.name] = _words(slice_, 0, slice_.frames) if raw else _decoded(slice_)
+                    frame = held[slice_.source.name][slice_.frame]
+        except (zipfile.BadZipFile, zlib.error, EOFError) as problem:
+            found = f"damaged in its zip ({' '.join(str(problem).split())[:120]})"
+            raise ScanError(slice_.source.name, found, "", "copy the zip again") from problem
+        return _without_other_bits(frame, slice_) if raw else frame
 
     return values
 
 
-def _read(slice_: Slice, start: int) -> npt.NDArray[Any]:
-    rows, columns = slice_.shape
-    wanted = rows * columns * slice_.stored.itemsize
+def _words(slice_: Slice, first: int, count: int) -> npt.NDArray[Any]:
+    """(count, rows, columns) words of a file from a frame on, as they lie there."""
+    each = slice_.shape[0] * slice_.shape[1] * slice_.stored.itemsize
     with slice_.source.open() as stream:
-        stream.seek(start)
-        held = stream.read(wanted)
-    if len(held) < wanted:
+        stream.seek((slice_.pixels_at or 0) + (first - slice_.frame) * each)
+        held = stream.read(count * each)
+    if len(held) < count * each:
         raise ScanError(slice_.source.name, "the file is cut short", "", "copy or download it again")
-    return _without_other_bits(np.frombuffer(held, slice_.stored.newbyteorder("<")), slice_).reshape(rows, columns)
+    return np.frombuffer(held, slice_.stored.newbyteorder("<")).reshape(count, *slice_.shape)
 
 
 def _without_other_bits(words: npt.NDArray[Any], slice_: Slice) -> npt.NDArray[Any]:

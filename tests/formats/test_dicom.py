@@ -208,6 +208,38 @@ def test_a_zip(tmp_path: Path) -> None:
         read_scan(tmp_path / "cut.zip")
 
 
+def test_damaged_zips(tmp_path: Path) -> None:
+    shape = (120, 100, 5)  # the first look at a file stops before the end of its pixels
+    write_series(tmp_path / "series", ct_values(shape), Grid(shape, GRID.affine), encoding=RLELossless)
+    with zipfile.ZipFile(tmp_path / "scan.zip", "w") as archive:
+        for file in (tmp_path / "series").iterdir():
+            archive.write(file, file.name)
+    whole = (tmp_path / "scan.zip").read_bytes()
+    (tmp_path / "list.zip").write_bytes(whole.replace(b"PK\x01\x02", b"XX\x01\x02", 1))
+    with pytest.raises(ScanError, match=r"list\.zip: a damaged zip file, or none; expected a zip of .*; copy it again"):
+        read_scan(tmp_path / "list.zip")
+    pixels = (tmp_path / "series" / "slice003.dcm").read_bytes()[-99:]
+    (tmp_path / "pixels.zip").write_bytes(whole.replace(pixels, bytes(1) + pixels[1:]))
+    with pytest.raises(ScanError, match=r"dcm: damaged in its zip \(Bad CRC-32 .*slice003.dcm.*\); copy the zip again"):
+        read_scan(tmp_path / "pixels.zip")
+
+
+def test_an_enhanced_ct_in_a_zip_is_unpacked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_enhanced(tmp_path / "e.dcm", ct_values(), oblique_grid())
+    with zipfile.ZipFile(tmp_path / "scan.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.write(tmp_path / "e.dcm", "e.dcm")
+    opened = []
+    open_member = zipfile.ZipFile.open
+
+    def counted(archive: zipfile.ZipFile, name: str, *more: Any) -> Any:
+        opened.append(name)
+        return open_member(archive, name, *more)
+
+    monkeypatch.setattr(zipfile.ZipFile, "open", counted)
+    assert same_in_patient(read_scan(tmp_path / "scan.zip"), ct_values(), oblique_grid())
+    assert opened == ["e.dcm"] * 2  # the header, the pixels
+
+
 def test_one_file_means_its_series(tmp_path: Path) -> None:
     write_series(tmp_path, ct_values(), GRID)
     write_series(tmp_path, ct_values(seed=9), GRID, name="other{}.dcm")

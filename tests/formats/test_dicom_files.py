@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 from pydicom import Dataset, dcmread
+from pydicom.filebase import DicomBytesIO
+from pydicom.filewriter import write_dataset, write_file_meta_info
 from pydicom.uid import ExplicitVRBigEndian, ExplicitVRLittleEndian, ImplicitVRLittleEndian
 
 from cascadeseg.errors import ScanError
 from cascadeseg.formats import find_scans, read_scan
-from cascadeseg.geometry import Box
+from cascadeseg.geometry import Box, Grid
 from tests.formats.dicom_series import write_series
 from tests.formats.test_dicom import GRID, same_in_patient
 from tests.formats.volumes import SHAPE, ct_values
@@ -91,6 +93,28 @@ def test_files_that_do_not_say_their_encoding(tmp_path: Path, encoding: str) -> 
         data.save_as(file, implicit_vr=is_implicit, little_endian=is_little_endian)
     assert find_scans(tmp_path) == [tmp_path]
     assert same_in_patient(read_scan(tmp_path), ct_values(), GRID)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("shape", [SHAPE, (120, 100, 10)], ids=str)
+@pytest.mark.parametrize("is_implicit", [True, False])
+def test_files_that_say_another_encoding_than_theirs(
+    tmp_path: Path, is_implicit: bool, shape: tuple[int, int, int]
+) -> None:
+    true, said = (ImplicitVRLittleEndian, ExplicitVRLittleEndian)[:: 1 if is_implicit else -1]
+    write_series(tmp_path, ct_values(shape), Grid(shape, GRID.affine), encoding=true)
+    for file in tmp_path.iterdir():
+        data = dcmread(file)
+        data.file_meta.TransferSyntaxUID = said
+        stream = DicomBytesIO()
+        stream.write(bytes(128) + b"DICM")
+        write_file_meta_info(stream, data.file_meta)
+        stream.is_little_endian, stream.is_implicit_VR = True, is_implicit
+        write_dataset(stream, data)
+        file.write_bytes(stream.getvalue())
+    scan = read_scan(tmp_path)
+    assert np.array_equal(scan.hu(), ct_values(shape))
+    assert scan.warnings == ()
 
 
 @pytest.mark.parametrize("encoding", [ImplicitVRLittleEndian, ExplicitVRLittleEndian])
