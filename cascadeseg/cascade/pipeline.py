@@ -23,8 +23,8 @@ from cascadeseg.cascade.confidence import (
     missing_reason,
     signs_of,
 )
-from cascadeseg.cascade.crop import LungBox, crop_lungs, settle_sides
-from cascadeseg.cascade.locate import Coarse, locate
+from cascadeseg.cascade.crop import crop_lungs, settle_sides
+from cascadeseg.cascade.locate import LAYERS, Coarse, locate
 from cascadeseg.cascade.merge import Labels, box_on, merge
 from cascadeseg.cascade.plan import Plan, plan
 from cascadeseg.cascade.refine import Refined, refine
@@ -214,10 +214,10 @@ class Segmenter:
         with clock.step("locate", 0.15):
             seen = restored(canonical)
             coarse = locate(seen, self.locator)
+            _refuse_giants(scan, coarse)
         with clock.step("crop", 0.35):
             coarse = settle_sides(coarse, seen)
             boxes = crop_lungs(coarse)
-            _refuse_giants(scan, boxes, coarse)
         with clock.step("refine", 0.4):
             each: Each = side_by_side if planned.takes_both(self.refiner, boxes) else one_by_one
             lungs = each(lambda box: refine(seen, box, coarse, self.refiner), boxes)
@@ -228,13 +228,14 @@ class Segmenter:
         return labels, _Traces(lungs, coarse, seen)
 
 
-def _refuse_giants(scan: Scan, boxes: list[LungBox], coarse: Coarse) -> None:
-    """Raises ScanError for lungs larger than any: stage 2 would take minutes and gigabytes over a wrong spacing."""
-    for lung in boxes:
-        inside = coarse.lungs[LUNGS.index(lung.label)][lung.box.slices] > 0.5
-        litres = float(inside.sum()) * coarse.grid.voxel_volume_ml / 1000
+def _refuse_giants(scan: Scan, coarse: Coarse) -> None:
+    """Raises ScanError for lungs larger than any: all that follows would take minutes and gigabytes."""
+    for label, lung in zip(LUNGS, coarse.lungs, strict=True):
+        layers = range(0, lung.shape[2], LAYERS)
+        count = sum(int(torch.count_nonzero(lung[..., z : z + LAYERS] > 0.5)) for z in layers)
+        litres = count * coarse.grid.voxel_volume_ml / 1000
         if litres > LARGEST_LUNG_LITRES:
-            found = f"a {lung.label.title} of {litres:,.0f} litres"
+            found = f"a {label.title} of {litres:,.0f} litres"
             expected = f"{LARGEST_LUNG_LITRES:g} litres at most"
             raise ScanError(scan.source, found, expected, "correct the spacing in its header")
 

@@ -20,6 +20,8 @@ MAX_SHEAR_DEGREES = 1.0
 SILENT_SHEAR_DEGREES = 0.01
 """Rounding of direction cosines to a few digits: not worth a word."""
 SPACING_RANGE_MM = (0.01, 50.0)
+LONGEST_MM = 2500.0
+"""No field of view is as long, of the tallest patient from head to toe."""
 LPS_TO_RAS = np.diag([-1.0, -1.0, 1.0, 1.0])
 MILLIMETRES = ("", "?", "mm", "millimeter", "millimeters", "millimetre", "millimetres")
 TIMES = ("s", "sec", "second", "seconds", "ms", "msec")
@@ -73,10 +75,15 @@ def checked_grid(shape: Sequence[int], affine: Affine, where: object) -> tuple[G
         where: the file, for messages.
 
     Raises:
-        ScanError: a spacing that cannot be, an origin that is not a number, or sheared directions.
+        ScanError: a spacing that cannot be, alone or of so many voxels, an origin that is not a number, or sheared
+            directions.
     """
     affine = np.asarray(affine, dtype=np.float64)
-    checked_spacing(spacing_of(affine), where)
+    spacing = spacing_of(affine)
+    checked_spacing(spacing, where)
+    if (longest := float((np.asarray(shape) * spacing).max())) > LONGEST_MM:
+        found = f"voxels of {' x '.join(f'{mm:.3g}' for mm in spacing)} mm over {longest:,.0f} mm"
+        raise ScanError(where, found, f"{LONGEST_MM:,.0f} mm at most", "repair the header's spacing")
     if not np.isfinite(affine).all():
         raise ScanError(where, "an origin that is not a number", "millimetres", "repair the header")
     shear = shear_degrees(affine)

@@ -161,7 +161,8 @@ def test_an_untrained_model_runs_end_to_end():
     assert result.labels.dtype == np.uint8
 
 
-def test_a_lung_larger_than_any_is_refused():
+def test_a_lung_larger_than_any_is_refused_before_anything_is_done_about_it(monkeypatch):
+    monkeypatch.setattr("cascadeseg.cascade.pipeline.settle_sides", lambda coarse, scan: pytest.fail("sides settled"))
     scan = chest(chest_grid((5.0, 5.0, 5.0)))
     giant = replace(scan, grid=Grid.axis_aligned(scan.grid.shape, (20.0, 20.0, 20.0)), source="giant.nii.gz")
     segmenter = thresholding_segmenter()

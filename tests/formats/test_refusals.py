@@ -155,6 +155,14 @@ def test_spacing_that_cannot_be_in_mha(tmp_path: Path, value: str) -> None:
     assert ": voxel spacing (0.75, " in refusal(path)
 
 
+def test_scans_longer_than_any_patient() -> None:
+    """A spacing that could be by itself, not so often."""
+    assert scan_of(np.zeros((8, 8, 50), np.int16), np.diag([1, 1, 50, 1])).grid.shape == (8, 8, 50)
+    found = "array: voxels of 1 x 1 x 50 mm over 2,550 mm; expected 2,500 mm at most; repair the header's spacing"
+    with pytest.raises(ScanError, match=found):
+        scan_of(np.zeros((8, 8, 51), np.int16), np.diag([1, 1, 50, 1]))
+
+
 def test_origin_that_is_no_number(tmp_path: Path) -> None:
     words = refusal(saved(tmp_path / "scan.nii.gz", srow_x=[0.75, 0, 0, np.nan]))
     assert words == ", sform: an origin that is not a number; expected millimetres; repair the header"
