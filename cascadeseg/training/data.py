@@ -97,7 +97,7 @@ class Data:
             ConfigError: in none of the patients of the step is there anything to learn from.
         """
         seed = self.config.optimisation.seed
-        random = Generator().manual_seed((seed * 1_000_003 + step) * LARGEST_BATCH + index)
+        random = Generator().manual_seed(((seed * 1_000_003 + step) * LARGEST_BATCH + index) % 2**63)
         known = self._known(step)
         empty = set[int]()
         while len(empty) < known:

@@ -129,7 +129,7 @@ _SHOWN = {
 def _forget_after(path: Path, step: int) -> None:
     """What a killed run wrote after its last checkpoint will be written again; half a line is no line."""
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
         try:
             if json.loads(line)["step"] <= step:
                 kept.append(line)

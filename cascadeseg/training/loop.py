@@ -296,11 +296,12 @@ def _initialise(network: UNet, config: TrainingConfig) -> None:
     if changed := _changed(config.view, stage.view, "view."):
         found = f"weights of another view ({'; '.join(changed)})"
         raise ConfigError("init", found, "the recipe's", "change [view], or leave out --init")
-    left = take_weights(network, stage.weights)
-    if len(left) > len(list(network.state_dict())) // 2:
-        changed = _changed(config.unet, stage.unet, "unet.")
+    mine = config.unet
+    theirs = replace(stage.unet, out_channels=mine.out_channels, deep_supervision=mine.deep_supervision)
+    if changed := _changed(mine, theirs, "unet."):
         found = f"weights of another network ({'; '.join(changed)})"
         raise ConfigError("init", found, "the recipe's", "change [unet], or leave out --init")
+    take_weights(network, stage.weights)
 
 
 def _check(config: TrainingConfig, output: Path, resume: bool) -> None:

@@ -20,7 +20,6 @@ from cascadeseg.training.listing import Entry, Listing
 
 GRID_TOLERANCE_MM = 0.1
 SMALLEST_LUNG_ML = 1.0
-END_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class Inspected:
     Attributes:
         entry: which.
         sides: the data set's label numbers to ours, as pairs.
-        digest: of what is in its files.
+        digest: of its voxels, its labels, where both lie, and what the labels mean.
     """
 
     entry: Entry
@@ -53,12 +52,12 @@ def inspect(listed: Listing, sides: dict[int, int], problems: Sequence[str] = ()
     errors: list[Exception] = [ConfigError("data.labels", problem) for problem in problems]
     errors += _repeated(listed)
     with ThreadPoolExecutor(max(1, workers)) as pool:
-        found = list(pool.map(lambda entry: _problems(entry, None if problems else sides), listed.entries))
-    errors += [error for each in found for error in each]
+        found = list(pool.map(lambda entry: _examined(entry, None if problems else sides), listed.entries))
+    errors += [error for each, _ in found for error in each]
     if errors:
         raise ExceptionGroup(f"{len(errors)} problems in the training data", errors)
     pairs = tuple(sorted(sides.items()))
-    return [Inspected(entry, pairs, _digest(entry, pairs)) for entry in listed.entries]
+    return [Inspected(entry, pairs, digest) for entry, (_, digest) in zip(listed.entries, found, strict=True)]
 
 
 def _repeated(listed: Listing) -> list[Exception]:
@@ -67,20 +66,36 @@ def _repeated(listed: Listing) -> list[Exception]:
     return [ConfigError("data.source", f"several cases are named {name}", "one name for each case") for name in again]
 
 
-def _problems(entry: Entry, sides: dict[int, int] | None) -> list[Exception]:
-    """What is wrong with one case; its label values are looked at only where they have a meaning."""
+def _examined(entry: Entry, sides: dict[int, int] | None) -> tuple[list[Exception], str]:
+    """What is wrong with one case, and its digest; label values are looked at only where they have a meaning."""
     errors: list[Exception] = []
-    grid = _attempt(lambda: read_scan(entry.image).grid, errors)
+    state = hashlib.sha256(repr(sorted((sides or {}).items())).encode())
+    grid = _attempt(lambda: _scan_grid(entry.image, state), errors)
     read = _attempt(lambda: read_labels(entry.label), errors)
     if read is None:
-        return errors
+        return errors, ""
     labels, label_grid = read
     if grid is not None and not grid.matches(label_grid, GRID_TOLERANCE_MM):
         found = f"a grid of {_told(label_grid)}"
         errors.append(ScanError(entry.label, found, f"that of its scan, {_told(grid)}"))
     if sides is not None:
         errors += _label_problems(entry.label, labels, label_grid, sides)
-    return errors
+    _add(state, labels, label_grid)
+    return errors, state.hexdigest()
+
+
+def _scan_grid(path: Path, state: Any) -> Grid:
+    """A scan's grid; all that is read of it goes into the digest, and the scan itself is let go."""
+    scan = read_scan(path)
+    _add(state, scan.voxels, scan.grid, scan.slope, scan.intercept, scan.floor_hu)
+    return scan.grid
+
+
+def _add(state: Any, voxels: npt.NDArray[Any], grid: Grid, *more: object) -> None:
+    """Adds a volume and where it lies to a digest: the ends of files would not do, as not all of them are packed."""
+    state.update(repr((voxels.dtype.str, voxels.shape, grid.affine.tolist(), *more)).encode())
+    for layer in np.moveaxis(voxels, int(np.argmax(voxels.strides)), 0):
+        state.update(layer.tobytes(order="A"))
 
 
 def _attempt(read: Any, errors: list[Exception]) -> Any:
@@ -115,26 +130,6 @@ def _label_problems(path: Path, labels: npt.NDArray[Any], grid: Grid, sides: dic
         found = "the right lung lies to the patient's left of the left one"
         errors.append(ScanError(path, found, "", "labels or the scan's orientation are swapped: mend data.labels"))
     return errors
-
-
-def _digest(entry: Entry, sides: tuple[tuple[int, int], ...]) -> str:
-    """Of what the labels mean, and of both ends and the size of both files: gzip ends with a checksum of all of it, and
-    headers come first.
-    """
-    state = hashlib.sha256(repr(sides).encode())
-    for path in (entry.image, entry.label):
-        for file in sorted(child for child in path.rglob("*") if child.is_file()) if path.is_dir() else [path]:
-            _add_ends(state, file)
-    return state.hexdigest()
-
-
-def _add_ends(state: Any, path: Path) -> None:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        state.update(f"{size}:".encode())
-        state.update(file.read(END_BYTES))
-        file.seek(max(0, size - END_BYTES))
-        state.update(file.read())
 
 
 def scan_and_labels(case: Inspected) -> tuple[Any, npt.NDArray[np.uint8], Grid]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cascadeseg.atomic import replace_file
+from cascadeseg.errors import ModelError
 from cascadeseg.network.unet import UNet
 from cascadeseg.training.config import TrainingConfig
 
@@ -89,13 +90,23 @@ class State:
         replace_file(path, lambda temporary: temporary.write_bytes(file.getbuffer()))
 
     def load(self, path: Path) -> None:
-        """Takes over a checkpoint."""
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-        for name in self._parts:
-            getattr(self, name).load_state_dict(saved[name])
-        for name in self._numbers:
-            setattr(self, name, saved[name])
-        self.relieve(Relief(**saved["relief"]))
+        """Takes over a checkpoint.
+
+        Raises:
+            ModelError: it is damaged, or none.
+        """
+        try:
+            saved = torch.load(path, map_location="cpu", weights_only=True)
+            for name in self._parts:
+                getattr(self, name).load_state_dict(saved[name])
+            for name in self._numbers:
+                setattr(self, name, saved[name])
+            self.relieve(Relief(**saved["relief"]))
+        except Exception as problem:  # of a file that was cut short torch raises anything
+            why = " ".join(str(problem).split()) or type(problem).__name__
+            found = f"a damaged checkpoint ({why[:120]})"
+            remedy = "copy it again, or begin anew in another folder, with --init from the run's model"
+            raise ModelError(path, found, "", remedy) from problem
 
     def relieve(self, relief: Relief) -> None:
         """Takes less memory from now on."""
@@ -157,9 +168,8 @@ def fix_statistics(network: UNet, average: UNet) -> None:
             module.eval()
 
 
-def take_weights(network: UNet, weights: Mapping[str, Tensor]) -> list[str]:
-    """Starts a network from another's weights, as far as they fit; returns the names of what was left to chance."""
+def take_weights(network: UNet, weights: Mapping[str, Tensor]) -> None:
+    """Starts a network from another's weights, as far as they fit."""
     own = network.state_dict()
     fitting = {name: t.float() for name, t in weights.items() if name in own and own[name].shape == t.shape}
     network.load_state_dict(fitting, strict=False)
-    return sorted(own.keys() - fitting.keys())

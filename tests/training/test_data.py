@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import SimpleITK
 import torch
 import torch.nn.functional as F
 
@@ -32,9 +33,10 @@ from cascadeseg.training.cache import CaseStore, predicts_boxes, recipe_digest
 from cascadeseg.training.cases import SyntheticPatient, imagined, labels_on, prepare, stage2_case
 from cascadeseg.training.config import LabelNames
 from cascadeseg.training.data import Data, patients_of
-from cascadeseg.training.listing import Listing, listing, sides
+from cascadeseg.training.listing import Entry, Listing, listing, sides
 from cascadeseg.training.loop import train
 from cascadeseg.training.prefetch import Prefetch, Stop
+from cascadeseg.training.preflight import inspect
 from cascadeseg.training.state import Relief
 from tests.cascade.chest import Thresholder, chest_grid, dice, thresholding_segmenter, truth
 from tests.training.toy import OURS, stage1, stage2, with_data, write_case, write_dataset_json
@@ -372,6 +374,24 @@ def test_the_cache_is_keyed_by_recipe_and_content(folder, tmp_path):
     write_dataset_json(root, OURS | {"lobe_left_upper": 255})
     changed, _ = patients_of(stage1(root), tmp_path / "split.json")
     assert changed[0].key != again[0].key
+
+
+def test_the_cache_is_keyed_by_every_voxel(folder, tmp_path):
+    """Also where they lie in another file than the one that is named, or in none that ends with a checksum."""
+    entry = patients_of(stage1(folder), tmp_path / "split.json")[0][0].case.entry
+    listed = Listing((Entry("one", tmp_path / "ct.mhd", tmp_path / "labels.mhd", "one"),))
+    for path, name in ((entry.image, "ct"), (entry.label, "labels")):
+        SimpleITK.WriteImage(SimpleITK.ReadImage(str(path)), str(tmp_path / f"{name}.mhd"))
+    keys = []
+    for file in ("ct.raw", "labels.raw", None):
+        keys.append(inspect(listed, {0: 0, 1: 1, 2: 2})[0].digest)
+        if file:
+            with (tmp_path / file).open("r+b") as data:
+                data.seek((tmp_path / file).stat().st_size // 2)
+                was = data.read(1)[0]
+                data.seek(-1, 1)
+                data.write(bytes([was ^ 1]))
+    assert len(set(keys)) == 3
 
 
 def test_two_runs_may_fill_one_cache(folder, cache, tmp_path):

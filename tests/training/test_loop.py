@@ -131,6 +131,26 @@ def test_a_resumed_run_equals_an_uninterrupted_one(recipe, tmp_path):
         assert (a is None and b is None) or torch.equal(torch.as_tensor(a), torch.as_tensor(b))
 
 
+def test_a_damaged_checkpoint_is_refused_and_what_is_there_stays(recipe, tmp_path):
+    run(recipe(), tmp_path, stop_after=2)
+    checkpoint = tmp_path / "checkpoint.pt"
+    whole = checkpoint.read_bytes()
+    for content in (b"", whole[: len(whole) // 2], whole[:-1000]):
+        checkpoint.write_bytes(content)
+        with pytest.raises(ModelError, match=r"checkpoint.pt: a damaged checkpoint \(.+\); copy it again, or begin"):
+            run(recipe(), tmp_path, resume=True)
+        assert checkpoint.read_bytes() == content
+    checkpoint.write_bytes(whole)
+    (tmp_path / "metrics.jsonl").write_bytes(b"\xff\n" + (tmp_path / "metrics.jsonl").read_bytes())
+    run(recipe(), tmp_path, resume=True)
+    assert lines(tmp_path)[-1]["step"] == recipe().optimisation.steps
+
+
+def test_the_date_and_time_may_be_the_seed(recipe, tmp_path):
+    run(recipe(steps=1, seed=202611262245123), tmp_path)
+    assert lines(tmp_path)[-1]["step"] == 1
+
+
 def test_resuming_with_another_recipe_is_refused(recipe, tmp_path):
     run(recipe(), tmp_path, stop_after=2)
     with pytest.raises(ConfigError, match=r"another recipe.*\(optimisation.learning_rate was 0.002\)"):
@@ -592,6 +612,9 @@ def test_training_goes_on_from_other_weights(recipe, tmp_path):
     )
     with pytest.raises(ConfigError, match=network):
         run(other, tmp_path / "third")
+    deeper = replace(tuned, unet=replace(tuned.unet, blocks=2))
+    with pytest.raises(ConfigError, match=r"init: weights of another network \(unet.blocks was 1\)"):
+        loop._begun(deeper, None)
     finer = replace(tuned, view=replace(tuned.view, spacing_mm=4.0))
     view = (
         r"init: weights of another view \(view.spacing_mm was 6.0\); expected the recipe's; change \[view\], or leave"
