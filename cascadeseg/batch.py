@@ -391,7 +391,7 @@ def geometry(scan: Scan) -> str:
 
 def _tell_failure(job: Job, error: Exception, options: argparse.Namespace) -> str:
     """One line about a scan that failed, which is told and given back."""
-    line = in_one_line(error) or own_fault(job.scan, error) + " with the output of --verbose"
+    line = in_one_line(error, job.scan) or own_fault(job.scan, error) + " with the output of --verbose"
     if options.verbose:
         traceback.print_exception(error)
     complain(line)

@@ -375,16 +375,17 @@ class _Table:
                 path, "exists", remedy="overwrite with --force, go on with --resume, or choose another name"
             )
         self.path = path
-        self.rows = {row["scan"]: row for row in read_table(path)} if options.resume and path.exists() else {}
+        rows = read_table(path) if options.resume and path.exists() else []
+        self.rows = {Path(str(row["scan"])).resolve(): row for row in rows}
 
-    def scans_done(self) -> frozenset[str]:
-        return frozenset(str(scan) for scan, row in self.rows.items() if not row["error"])
+    def scans_done(self) -> frozenset[Path]:
+        return frozenset(scan for scan, row in self.rows.items() if not row["error"])
 
     def add(self, row: Row) -> None:
         from cascadeseg.atomic import replace_text
         from cascadeseg.evaluation.report import table_csv
 
-        self.rows[row["scan"]] = row
+        self.rows[Path(str(row["scan"])).resolve()] = row
         replace_text(self.path, table_csv(self.rows.values()))
 
 
@@ -408,7 +409,7 @@ def _run_check(options: argparse.Namespace) -> int:
             say(_examined(scan.scan, batch.read(scan.scan, options)))
         except Exception as error:
             failed += 1
-            complain(in_one_line(error) or batch.own_fault(scan.scan, error))
+            complain(in_one_line(error, scan.scan) or batch.own_fault(scan.scan, error))
     return _batch_result(failed, total, total > 1)
 
 

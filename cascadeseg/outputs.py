@@ -40,7 +40,8 @@ class Wishes:
         force: overwrite what is there.
         resume: leave out scans whose results are all there, and do those anew that lack some.
         table: the table of them all; None for no table.
-        in_table: scans that have a row in the table of them all, which is a result as well; None without a table.
+        in_table: scans, links followed, that have a row in the table of them all, which is a result as well; None
+            without a table.
     """
 
     output: str | None = None
@@ -50,7 +51,7 @@ class Wishes:
     force: bool = False
     resume: bool = False
     table: Path | None = None
-    in_table: frozenset[str] | None = None
+    in_table: frozenset[Path] | None = None
 
 
 @dataclass(frozen=True)
@@ -235,7 +236,7 @@ def _place(path: Path) -> Path:
 
 
 def _is_done(job: Job, wishes: Wishes) -> bool:
-    in_table = wishes.in_table is None or str(job.scan) in wishes.in_table
+    in_table = wishes.in_table is None or job.scan.resolve() in wishes.in_table
     return in_table and all(path.exists() for path in job.outputs)
 
 

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from cascadeseg.errors import CascadesegError
 from cascadeseg.memory import is_out_of_memory
@@ -47,14 +48,15 @@ def complain(text: str) -> None:
     sys.stderr.flush()
 
 
-def in_one_line(error: Exception) -> str | None:
-    """What the user can mend, in one line; None for a fault of our own."""
+def in_one_line(error: Exception, scan: Path | None = None) -> str | None:
+    """What the user can mend, in one line that names the scan; None for a fault of our own."""
     if isinstance(error, CascadesegError):
         return str(error)
     if is_out_of_memory(error):
+        where = f"{scan}: " if scan else ""
         if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):
-            return "out of memory; crop the scan, or use a larger machine"
-        return "out of the device's memory; use --device cpu"
+            return f"{where}out of memory; crop the scan, or use a larger machine"
+        return f"{where}out of the device's memory; use --device cpu"
     if isinstance(error, OSError):
         return f"{error.filename or 'system'}: {error.strerror or error}"
     return None

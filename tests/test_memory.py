@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from subprocess import run
 from types import SimpleNamespace
 
@@ -82,3 +83,4 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 )
 def test_whatever_ran_out_of_memory_is_one_line(error, line):
     assert in_one_line(error) == line
+    assert in_one_line(error, Path("a.nii.gz")) == (line and f"a.nii.gz: {line}")

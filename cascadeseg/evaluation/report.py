@@ -104,7 +104,7 @@ def read_table(path: Path) -> list[Row]:
         with path.open(encoding="utf-8", newline="") as file:
             table = csv.DictReader(file)
             rows: list[Row] = [dict(row) for row in table]
-            ours = tuple(table.fieldnames or ()) == COLUMNS
+            ours = tuple(table.fieldnames or ()) == COLUMNS and not any(None in (*row, *row.values()) for row in rows)
     except (OSError, ValueError, csv.Error):
         ours = False
     if not ours:
