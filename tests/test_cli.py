@@ -984,6 +984,24 @@ def test_evaluate_two_folders_by_name(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "p2_0000_lungs.nii.gz: not scored: no reference of this name in" in capsys.readouterr().err
 
 
+def test_evaluate_pairs_names_that_end_as_channels_do_and_endings_in_capitals(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mask = tmp_path / "a_lungs.nii.gz"
+    run("infer", make_scan(tmp_path / "a.nii.gz"), "--quiet")
+    for name in ("masks/c_0000_0000_lungs", "masks/c_0001_0000_lungs", "masks/d_lungs", "masks/c_lungs"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.nii.gz").write_bytes(mask.read_bytes())
+    for name in ("ref/c_0000_mask", "ref/c_0001_mask", "ref/d_Mask", "ref/c_mask"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.nii.gz").write_bytes(mask.read_bytes())
+    capsys.readouterr()
+    assert run("evaluate", "masks", "ref") == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert [line.split()[0] for line in out.splitlines() if "right" in line] == ["c_0000", "c_0001", "c", "d"]
+
+
 def test_evaluate_hides_no_case_without_scores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("infer", make_scan(tmp_path / "in" / "a.nii.gz"), "-o", tmp_path / "out", "--quiet")
     (tmp_path / "out" / "b_lungs.nii.gz").write_text("no mask")

@@ -119,7 +119,7 @@ class Calibration:
     def of(model: Model) -> Calibration | None:
         """The calibration in a model's notes; None where there is none, or one of other weights or another form."""
         kept = model.notes.get(NOTE)
-        if kept is None or kept["sha256"] != model.sha256 or "best" not in kept:
+        if not isinstance(kept, dict) or kept.get("sha256") != model.sha256 or "best" not in kept:
             return None
         return Calibration(float(kept["best"]), dict(kept["weights"]), float(kept["review_below"]))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -41,13 +42,29 @@ def pair(prediction: Path, reference: Path) -> tuple[list[tuple[Path, Path]], li
     if not prediction.is_dir():
         return [(prediction, reference)], [], []
     predictions, references = _named(prediction, predicted=True), _named(reference, predicted=False)
-    common = [name for name in references if name in predictions]
-    if not common:
+    paired = _paired(predictions, references)
+    if not paired:
         found = f"none of its names is among those of {prediction}"
         raise ScanError(reference, found, "masks of the same names")
-    missing = [path for name, path in references.items() if name not in predictions]
-    others = [path for name, path in predictions.items() if name not in references]
-    return [(predictions[name], references[name]) for name in common], missing, others
+    missing = [path for name, path in references.items() if name not in paired]
+    others = [path for name, path in predictions.items() if name not in paired.values()]
+    return [(predictions[paired[name]], references[name]) for name in references if name in paired], missing, others
+
+
+def _paired(predictions: Collection[str], references: Collection[str]) -> dict[str, str]:
+    """By reference the prediction of its name; a channel's number is left out only where it is in the way."""
+    found: dict[str, str] = {}
+    for of_prediction, of_reference in ((str, str), (_scan_name, str), (str, _scan_name), (_scan_name, _scan_name)):
+        left = {of_prediction(name): name for name in predictions if name not in found.values()}
+        for name in references:
+            if name not in found and of_reference(name) in left:
+                found[name] = left.pop(of_reference(name))
+    return found
+
+
+def _scan_name(name: str) -> str:
+    """A case's name without the number of nnU-Net's first channel."""
+    return name.removesuffix("_0000")
 
 
 def score(prediction: Path, reference: Path) -> Case:
@@ -74,10 +91,10 @@ def score(prediction: Path, reference: Path) -> Case:
 
 
 def case_name(path: Path) -> str:
-    """What a mask is a mask of: its name without suffix, mask endings and channel number."""
+    """What a mask is a mask of: its name without suffix and mask endings."""
     name = stem_of(path)
-    for ending in (*MASK_ENDINGS, "_0000"):
-        name = name.removesuffix(ending)
+    for ending in MASK_ENDINGS:
+        name = name[: -len(ending)] if name.lower().endswith(ending) else name
     return name
 
 
@@ -90,7 +107,7 @@ def _named(folder: Path, *, predicted: bool) -> dict[str, Path]:
         raise ScanError(folder, "no mask in this folder", f"files that end in {' '.join(MASK_SUFFIXES)}")
     by_role: dict[tuple[str, bool], Path] = {}
     for path in masks:
-        key = case_name(path), stem_of(path).endswith(OUR_ENDING)
+        key = case_name(path), stem_of(path).lower().endswith(OUR_ENDING)
         other = by_role.setdefault(key, path)
         if other != path:
             raise ScanError(path, f"the same case as {other.name} by its name", "one mask for each case")

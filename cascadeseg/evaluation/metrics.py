@@ -22,6 +22,9 @@ import numpy.typing as npt
 from cascadeseg.geometry import Box
 from cascadeseg.labels import BACKGROUND, IGNORE, LUNGS, Label
 
+ROUNDING_MM = 1e-4
+"""Of ITK's distances, which are float32: what lies just at a tolerance is within it."""
+
 Mask = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
 
@@ -173,7 +176,7 @@ def _surface_scores(
     total = float(areas.sum())
 
     def share_within(tolerance_mm: float) -> float:
-        return float(areas[distances <= tolerance_mm].sum()) / total
+        return float(areas[distances <= tolerance_mm + ROUNDING_MM].sum()) / total
 
     hd95_mm = max(_percentile(a_to_b, a.areas_mm2, 95), _percentile(b_to_a, b.areas_mm2, 95))
     return share_within(1.0), share_within(2.0), hd95_mm, float(distances @ areas) / total

@@ -20,8 +20,9 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
+from cascadeseg import config as configs
 from cascadeseg.atomic import replace_file, replace_text
-from cascadeseg.errors import ModelError
+from cascadeseg.errors import ConfigError, ModelError
 from cascadeseg.labels import BACKGROUND, LUNGS
 from cascadeseg.network.unet import UNet, UNetConfig
 
@@ -175,7 +176,7 @@ def load_model(folder: str | Path | None = None) -> Model:
         tensors = load_tensors(weights)
         stages = {name: _stage(name, entry, tensors) for name, entry in description["stages"].items()}
         locator = stages["locator"]
-    except (AttributeError, KeyError, TypeError, ValueError, SafetensorError) as error:
+    except (AttributeError, ConfigError, KeyError, TypeError, ValueError, SafetensorError) as error:
         found = f"a model description that does not hold together ({error})"
         raise ModelError(folder, found, "the model.json that was written with its weights", COPY_AGAIN) from error
     return Model(
@@ -200,6 +201,7 @@ def _description(folder: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError) as error:
         raise ModelError(path, f"not a model description ({error})", "the JSON that training wrote") from error
     lacking = [key for key, kind in KEYS.items() if not isinstance(description.get(key), kind)]
+    lacking += ["notes"] if not isinstance(description.get("notes", {}), dict) else []
     if lacking:
         raise ModelError(path, f"no {', '.join(lacking)} that can be read", "the JSON that training wrote", COPY_AGAIN)
     if description["labels"] != LABELS:
@@ -209,11 +211,12 @@ def _description(folder: Path) -> dict[str, Any]:
 
 
 def _stage(name: str, entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Stage:
-    unet = dict(entry["unet"])
-    unet["widths"] = tuple(unet["widths"])
+    view, unet = configs.load(entry["view"], View), configs.load(entry["unet"], UNetConfig)
+    if not (view.spacing_mm > 0 and view.scale_hu > 0 and unet.blocks > 0 and unet.widths and min(unet.widths) > 0):
+        raise ValueError(f"the {name} has a spacing, a scale, blocks or widths of none")
     prefix = f"{name}."
     weights = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
-    stage = Stage(View(**entry["view"]), UNetConfig(**unet), weights)
+    stage = Stage(view, unet, weights)
     if stage.view.channels != stage.unet.in_channels:
         raise ValueError(f"the {name} sees {stage.view.channels} channels and takes {stage.unet.in_channels}")
     return stage

@@ -69,6 +69,17 @@ def test_a_shift_along_each_axis_is_measured_in_mm() -> None:
         assert scores.volume_error_ml == 0
 
 
+@pytest.mark.parametrize("spacing_mm", [2 / 3, 1 / 3, 0.7, 0.2])
+def test_surfaces_just_at_a_tolerance_are_within_it(spacing_mm: float) -> None:
+    """However the spacing is rounded."""
+    mask, larger = np.zeros((2, 60, 3, 3), np.uint8)
+    mask[:20], larger[: 20 + round(2 / spacing_mm)] = 1, 1
+    apart = round(2 / spacing_mm) * spacing_mm
+    right = evaluate(larger, mask, (spacing_mm, 40.0, 40.0))[0]
+    assert right.hd95_mm == pytest.approx(apart, abs=1e-5)
+    assert (right.nsd_2mm == 1.0) == (apart < 2.00001)
+
+
 def test_ignored_voxels_count_for_neither() -> None:
     reference = box((16, 16, 16), (4, 4, 4), (12, 12, 12))
     reference[8:, :, 8:] = IGNORE

@@ -258,6 +258,15 @@ def test_what_is_no_model_is_refused_in_one_line(tmp_path):
         (["stages", "refiner", "unet", "widths"], [4, 8, 24], r"model\.json: a network that its weights do not fit"),
         (["stages", "refiner", "view", "prior"], None, "the refiner sees 1 channels and takes 2"),
         (["stages", "locator"], 1, r"does not hold together \(.*\); expected the model\.json that was written"),
+        (["stages", "refiner", "unet", "blocks"], "1", r"hold together \(config: blocks: .1.; expected a whole number"),
+        (["stages", "refiner", "unet", "widths"], [], r"hold together \(the refiner has a spacing, a scale, blocks or"),
+        (
+            ["stages", "locator", "view", "spacing_mm"],
+            "2",
+            r"hold together \(config: spacing_mm: .2.; expected a number",
+        ),
+        (["stages", "locator", "view", "spacing_mm"], 0, r"hold together \(the locator has a spacing, a scale, blocks"),
+        (["notes"], [], r"model\.json: no notes that can be read"),
     ],
 )
 def test_a_description_that_lacks_or_changes_something_is_refused_in_one_line(tmp_path, keys, value, words):
