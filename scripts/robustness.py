@@ -263,6 +263,8 @@ def main() -> None:
     parser.add_argument("--changes", nargs="+", choices=CHANGES, default=list(CHANGES))
     parser.add_argument("--workers", type=int, default=1, help="processes; default 1")
     options = parser.parse_args()
+    if not any(reference_of(path).exists() for path in scans_of(options.scans)):
+        parser.error(f"{options.scans}: no NAME.nii.gz with a NAME_ref.nii.gz in it")
     record = options.output / load_model(options.model).sha256[:12]
     jobs = {
         record / f"{path.name.removesuffix('.nii.gz')}-{slug(change)}.json": (str(path), change)

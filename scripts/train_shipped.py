@@ -120,7 +120,13 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--install", action="store_true", help="put the finished model into the package")
     parser.add_argument("--set1", nargs="+", default=[], metavar="KEY=VALUE", help="overrides of stage 1's recipe")
     parser.add_argument("--set2", nargs="+", default=[], metavar="KEY=VALUE", help="overrides of stage 2's recipe")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.scans:
+        from validate import scans_of
+
+        if not scans_of(options.scans):
+            parser.error(f"--scans {options.scans}: no NAME.nii.gz in it")
+    return options
 
 
 # ------------------------------------------------------------------------------------------------- training

@@ -111,7 +111,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=1, help="processes that render patients")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="more overrides of the recipe")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if not any(options.scans.glob("*_ref.nii.gz")):
+        parser.error(f"{options.scans}: no NAME.nii.gz with a NAME_ref.nii.gz in it")
+    return options
 
 
 def _config(preset: str, seed: int, overrides: list[str], options: argparse.Namespace) -> TrainingConfig:

@@ -21,6 +21,8 @@ import numpy as np
 import SimpleITK
 
 from cascadeseg import Segmenter, write_labels
+from cascadeseg.errors import ScanError
+from cascadeseg.evaluation.cases import GRID_TOLERANCE_MM
 from cascadeseg.evaluation.metrics import LungScores, evaluate
 from cascadeseg.evaluation.preview import preview_png
 from cascadeseg.formats import read_labels
@@ -41,6 +43,8 @@ def main() -> None:
     parser.add_argument("--model")
     parser.add_argument("--device", default="auto")
     options = parser.parse_args()
+    if not scans_of(options.scans):
+        parser.error(f"{options.scans}: no NAME.nii.gz in it")
     print(validated(options.model, options.scans, options.output, options.device))
 
 
@@ -79,6 +83,8 @@ def score(segmenter: Segmenter, path: Path, output: Path) -> dict[str, Any]:
     reference = reference_of(path)
     if reference.exists():
         labels, grid = read_labels(reference)
+        if not grid.matches(result.scan.grid, GRID_TOLERANCE_MM):
+            raise ScanError(reference, "another grid than its scan's", "that of the scan, voxel for voxel")
         case["lungs"] = [plain(lung) for lung in evaluate(result.labels, labels, grid.spacing_mm)]
         case["errors_ml"] = errors_ml(result.scan, result.labels, labels)
         case["far_surface_percent"] = far_surfaces(result.scan, result.labels, labels)
@@ -164,7 +170,7 @@ def table_of(key: str, title: str, cases: list[dict[str, Any]]) -> list[str]:
 def plain(scores: LungScores) -> dict[str, float]:
     """One lung's scores as numbers, the volume error in per cent of the reference among them."""
     values = {key: value for key, value in asdict(scores).items() if isinstance(value, int | float)}
-    return values | {"volume_error_percent": 100 * (scores.volume_ml / scores.reference_ml - 1)}
+    return values | {"volume_error_percent": scores.volume_error_percent}
 
 
 def as_markdown(cases: list[dict[str, Any]]) -> str:

@@ -14,7 +14,8 @@ T = TypeVar("T")
 class Draw:
     """A stream of random numbers that depends on the seed and the group's name only.
 
-    Each group of parameters has its own stream, so that switching one group leaves all others as they were.
+    Each group of parameters has its own stream, so that switching one group leaves all others as they were; within a
+    stream whatever is left undrawn changes what comes after it.
     """
 
     def __init__(self, seed: int, group: str) -> None:
