@@ -135,6 +135,8 @@ def _headers(series: DicomSeries, thickness_mm: float) -> list[Any]:
                     headers.append(pydicom.dcmread(stream, force=True, stop_before_pixels=True))
             except OSError as problem:
                 raise RuntimeError(f"the series cannot be read again: {problem}") from problem
+    if len({header.get("SOPInstanceUID", None) or "" for header in headers} - {""}) < len(headers):
+        raise RuntimeError("its slices lack SOPInstanceUIDs of their own, to name them by; choose another format")
     first = headers[0]
     first.FrameOfReferenceUID = first.get("FrameOfReferenceUID", None) or pydicom.uid.generate_uid()
     for header in headers:
@@ -146,6 +148,8 @@ def _headers(series: DicomSeries, thickness_mm: float) -> list[Any]:
 
 def _complete(header: Any, thickness_mm: float) -> None:
     """Adds what the standard wants and is not there, and empties what breaks it, so that no mask is lost for that."""
+    header.decode()
+    header.SpecificCharacterSet = "ISO_IR 192"  # UTF-8; of the others highdicom refuses many
     for keyword, checked in MAY_BE_EMPTY.items():
         try:
             checked(value := header.get(keyword, None) or "")

@@ -135,12 +135,14 @@ def image_of(voxels: npt.NDArray[Any], geometry: ItkGeometry) -> Any:
 def write_itk(voxels: npt.NDArray[Any], geometry: ItkGeometry, path: Path) -> None:
     """Writes (X, Y, Z) voxels, compressed, as the path's suffix says; what goes wrong is a RuntimeError."""
     image = image_of(voxels, geometry)
-    SimpleITK.WriteImage(image, _file_name(path), useCompression=True, compressionLevel=COMPRESSION_LEVEL)
+    written = path.with_suffix(path.suffix.lower())  # ITK knows no others
+    SimpleITK.WriteImage(image, _file_name(written), useCompression=True, compressionLevel=COMPRESSION_LEVEL)
+    written.replace(path)
 
 
 def holds(path: Path, voxels: npt.NDArray[Any], geometry: ItkGeometry) -> bool:
     """Whether a file, read back, is the volume that `write_itk` was given."""
-    image = SimpleITK.ReadImage(str(path))
+    image = SimpleITK.ReadImage(str(path), imageIO=IMAGE_IO[path.suffix.lower()])
     same_place = np.allclose(ItkGeometry.of_image(image).affine, geometry.affine, rtol=1e-9, atol=1e-9)
     array = SimpleITK.GetArrayViewFromImage(image).transpose(2, 1, 0)
     return same_place and array.dtype == voxels.dtype and np.array_equal(array, voxels)

@@ -146,6 +146,8 @@ def test_frames_that_begin_inside_a_byte_and_a_single_one(tmp_path: Path) -> Non
         ({"PatientName": None, "PatientID": None, "SliceThickness": None}, ""),
         ({"StudyID": "x" * 20, "AccessionNumber": "1" * 30, "PatientID": "p" * 80}, None),
         ({"SpecificCharacterSet": "ISO_IR 192", "PatientName": "山田^太郎", "StudyDate": "20070404"}, None),
+        ({"SpecificCharacterSet": ["", "ISO 2022 IR 87"], "PatientName": "Yamada^Tarou=山田^太郎"}, None),
+        ({"SpecificCharacterSet": "ISO-8859-1", "PatientName": "Müller"}, None),
         ({"SeriesNumber": (1 << 31) - 2}, (1 << 31) - 1),
         ({"FrameOfReferenceUID": lambda k: f"1.2.{k + 3}"}, "1.2.3"),
         ({"StudyInstanceUID": lambda k: f"1.2.{k + 3}"}, "1.2.3"),
@@ -165,7 +167,16 @@ def test_headers_that_break_the_fine_print(tmp_path: Path, tags: dict[str, Any],
     write_labels(labels, tmp_path / "lungs.dcm", scan)
     segmentation = check_places(tmp_path / "lungs.dcm", labels, scan.grid)
     for tag in set(tags) - {"SliceThickness", "ImageOrientationPatient"}:
-        assert segmentation[tag].value == (tags[tag] if expected is None else expected)
+        said = "ISO_IR 192" if tag == "SpecificCharacterSet" else tags[tag] if expected is None else expected
+        assert segmentation[tag].value == said
+
+
+def test_slices_without_a_uid_of_their_own_are_no_segmentations_source(tmp_path: Path) -> None:
+    write_series(tmp_path / "ct", ct_values(), oblique_grid(), SOPInstanceUID="1.2.3.4")
+    scan = read_scan(tmp_path / "ct")
+    with pytest.raises(OutputError, match=r"its slices lack SOPInstanceUIDs of their own, .*; choose another format"):
+        write_labels(lung_labels(scan.grid.shape), tmp_path / "lungs.dcm", scan)
+    assert not (tmp_path / "lungs.dcm").exists()
 
 
 @pytest.mark.parametrize("values", [(), (1,), (2,)])

@@ -261,6 +261,15 @@ def test_a_mask_has_the_scans_geometry_to_the_last_bit(tmp_path: Path, suffix: s
     assert np.abs(np.subtract(mask.GetDirection(), was.GetDirection())).max() <= tolerance
 
 
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_suffixes_in_capitals(tmp_path: Path, suffix: str) -> None:
+    labels = (np.arange(np.prod(SHAPE)).reshape(SHAPE) % 3).astype(np.uint8)
+    path = tmp_path / f"mask{suffix.upper()}"
+    write_labels(labels, path, scan_of(itk_image()))
+    assert [file.name for file in sorted(tmp_path.iterdir())] == [path.name, *(["mask.zraw"] * (suffix == ".mhd"))]
+    assert np.array_equal(read_labels(path)[0], labels)
+
+
 @pytest.mark.parametrize("target", SUFFIXES)
 def test_rounded_cosines(tmp_path: Path, target: str) -> None:
     """Their columns are not quite of length 1; NRRD, which has no spacing of its own, takes that for the spacing's."""
