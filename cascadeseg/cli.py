@@ -166,7 +166,7 @@ def _add_infer(commands: Any) -> None:
     )
     there = parser.add_mutually_exclusive_group()
     there.add_argument("--force", action="store_true", help="overwrite results that are there")
-    there.add_argument("--resume", action="store_true", help="leave out scans whose results are all there")
+    there.add_argument("--resume", action="store_true", help="leave out scans whose results are all there, by name")
     _add_limits(parser)
     _add_loudness(parser)
 

@@ -75,6 +75,11 @@ class Job:
         """All files made, the mask first."""
         return [path for path in (self.labels, self.preview, self.report) if path is not None]
 
+    @property
+    def files(self) -> list[Path]:
+        """The outputs, and the file that holds the voxels of a mask that does not."""
+        return [*self.outputs, *([self.labels.with_suffix(".zraw")] if suffix_of(self.labels) == ".mhd" else [])]
+
 
 @dataclass(frozen=True)
 class Found:
@@ -216,16 +221,16 @@ def _side_file(wish: str | None, beside: Path) -> Path | None:
 
 def _refuse_clashes(jobs: Sequence[Job]) -> None:
     scans = {place for job in jobs for place in (_place(job.scan), job.scan.resolve())}
-    taken = Counter(_place(path) for job in jobs for path in job.outputs)
+    taken = Counter(_place(path) for job in jobs for path in job.files)
     for job in jobs:
-        for path in job.outputs:
+        for path in job.files:
             if _place(path) in (_place(job.scan), job.scan.resolve()):
                 raise OutputError(path, "the scan itself", "another name")
             if _place(path) in scans:
                 remedy = "leave that scan out, or choose another place with -o"
                 raise OutputError(path, f"the result of {job.scan}, and a scan as well", "", remedy)
             if taken[_place(path)] > 1:
-                sharers = [str(other.scan) for other in jobs if _place(path) in map(_place, other.outputs)]
+                sharers = [str(other.scan) for other in jobs if _place(path) in map(_place, other.files)]
                 found = f"the result of {' and of '.join(sharers[:2])}"
                 raise OutputError(path, found, "one scan for each result", "segment them one by one, each with -o")
 
@@ -237,11 +242,11 @@ def _place(path: Path) -> Path:
 
 def _is_done(job: Job, wishes: Wishes) -> bool:
     in_table = wishes.in_table is None or job.scan.resolve() in wishes.in_table
-    return in_table and all(path.exists() for path in job.outputs)
+    return in_table and all(path.exists() for path in job.files)
 
 
 def _refuse_overwriting(job: Job, force: bool) -> None:
-    there = [path for path in job.outputs if path.exists()]
+    there = [path for path in job.files if path.exists()]
     if there and not force:
         raise OutputError(
             there[0], "exists", remedy="overwrite with --force, go on with --resume, or choose another place with -o"

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 from cascadeseg.errors import CascadesegError
 from cascadeseg.memory import is_out_of_memory
@@ -35,17 +36,20 @@ def progress_bar(name: str, quiet: bool) -> Iterator[Progress]:
 
 def say(text: str) -> None:
     """A result, on stdout. A reader that went away (``| head``) is no reason to stop segmenting."""
-    try:
-        sys.stdout.write(f"{text}\n")
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    _write(sys.stdout, text)
 
 
 def complain(text: str) -> None:
-    """A line on stderr."""
-    sys.stderr.write(f"cascadeseg: {' '.join(text.split())}\n")
-    sys.stderr.flush()
+    """A line on stderr, if somebody reads it."""
+    _write(sys.stderr, f"cascadeseg: {' '.join(text.split())}")
+
+
+def _write(stream: TextIO, line: str) -> None:
+    try:
+        stream.write(f"{line}\n")
+        stream.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def in_one_line(error: Exception, scan: Path | None = None) -> str | None:
@@ -63,7 +67,12 @@ def in_one_line(error: Exception, scan: Path | None = None) -> str | None:
 
 
 def survive_odd_terminals() -> None:
-    """File names that the terminal's encoding cannot say are shown escaped instead of ending the program."""
+    """File names that the terminal's encoding cannot say are shown escaped, and streams that are closed take anything,
+    instead of ending the program.
+    """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8"))
     reconfigure = getattr(sys.stdout, "reconfigure", None)
     if reconfigure is not None:
         reconfigure(errors="backslashreplace")

@@ -559,6 +559,25 @@ def test_a_table_with_a_row_of_another_length_is_refused(
     refused(["infer", scan, "--csv", "all.csv", "--resume"], "all.csv: not a table that infer wrote; choose another")
 
 
+def test_a_mask_in_two_files_overwrites_neither(tmp_path: Path, refused: Refused) -> None:
+    scan = make_scan(tmp_path / "a.nii.gz")
+    (tmp_path / "m.zraw").write_bytes(b"of another scan")
+    refused(["infer", scan, "-o", "m.mhd"], "m.zraw: exists; overwrite with --force")
+    assert (tmp_path / "m.zraw").read_bytes() == b"of another scan"
+    assert run("infer", scan, "-o", "m.mhd", "--force") == 0
+    assert run("infer", scan, "-o", "m.mhd", "--resume") == 0
+
+
+@pytest.mark.parametrize("closed", ["2>&-", "1>&-", "2> >(true)", "> >(true)"])
+def test_whoever_reads_may_go_away(tmp_path: Path, closed: str) -> None:
+    for name in ("a", "b"):
+        (tmp_path / "in" / name).parent.mkdir(exist_ok=True)
+        make_scan(tmp_path / "in" / f"{name}.nii.gz")
+    command = f"{sys.executable} -m cascadeseg check in/ in/none.nii.gz in/no.nii.gz {closed}; echo $? > code"
+    subprocess.run(["bash", "-c", command], check=True, timeout=120)
+    assert (tmp_path / "code").read_text() == "3\n"
+
+
 def test_the_table_may_lie_in_the_folder_that_is_made_for_the_masks(tmp_path: Path) -> None:
     scans = [make_scan(tmp_path / f"{name}.nii.gz") for name in ("a", "z")]
     assert run("infer", *scans, "-o", "new/masks", "--csv", "new/masks/all.csv") == 0
