@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cascadeseg.atomic import replace_file
 from cascadeseg.errors import ModelError
+from cascadeseg.memory import is_out_of_memory
 from cascadeseg.network.unet import UNet
 from cascadeseg.training.config import TrainingConfig
 
@@ -103,6 +104,8 @@ class State:
                 setattr(self, name, saved[name])
             self.relieve(Relief(**saved["relief"]))
         except Exception as problem:  # of a file that was cut short torch raises anything
+            if is_out_of_memory(problem):
+                raise
             why = " ".join(str(problem).split()) or type(problem).__name__
             found = f"a damaged checkpoint ({why[:120]})"
             remedy = "copy it again, or begin anew in another folder, with --init from the run's model"
