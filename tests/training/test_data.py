@@ -493,7 +493,7 @@ def test_crops_of_files_come_from_boxes_like_stage_1s_mistakes(folder, tmp_path)
     opinions = [imagined(scan, labels, View(8.0), f"{patient.key}{key}") for key in range(20)]
     reference = labels_on(labels, scan.grid, opinions[0].grid).numpy()
     right = [dice((one.lungs[0] > 0.5).numpy() * 1, (reference == 1) * 1, 1) for one in opinions]
-    assert 0.6 < np.median(right) < 0.99
+    assert 0.6 < np.median(right) <= max(right) < 0.99
     coarse = imagined(scan, labels, View(8.0), patient.key)
     assert {box.label for box in crop_lungs(coarse)} == set(LUNGS)
     cases = prepare(patient, config, None)
