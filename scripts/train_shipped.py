@@ -2,6 +2,7 @@
 
     python scripts/train_shipped.py OUT [--preset cpu|gpu|smoke] [--seed S] [--steps-scale F]
                                     [--device auto] [--chunk-minutes 9] [--stage 1|2] [--scans DIR] [--install]
+                                    [--patients-only]
 
 Run the same command until it says that it is finished: after each piece it ends with exit code 4, all saved. In a shell
 
@@ -9,7 +10,9 @@ Run the same command until it says that it is finished: after each piece it ends
 
 Without ``--chunk-minutes`` it goes to the end at once. Stage 2 learns from references damaged to look like a locator's
 mistakes and needs no stage 1: ``--stage 1`` and ``--stage 2`` may run beside each other on one large GPU, each in its
-own shell; the command without ``--stage`` then puts them together. The recipes are those of configs/ (``--preset gpu``:
+own shell; the command without ``--stage`` then puts them together. ``--patients-only``, in a third one, renders the
+patients of all trainings meanwhile, so that no training waits for its own (``--set1 data.workers=9``: by so many
+processes; the trainings themselves then need one each). The recipes are those of configs/ (``--preset gpu``:
 their -gpu variants; ``smoke``: toys, to see the script work). ``--seed`` changes both the networks' chance and the
 patients; ``--steps-scale 0.5`` takes half the steps, on the schedule that goes with them, to compare seeds; below 1,000
 steps stage 1 is no locator (docs/model-development.md, entry 12).
@@ -17,7 +20,8 @@ steps stage 1 is no locator (docs/model-development.md, entry 12).
 The cpu recipe's stage 1 is five trainings, each going on from the one before, with patients of its own: the recipe;
 twice 2,500 steps on 500 patients of the preset training_bowel; 7,000 on 3,000 of training, training_bowel and
 training_fluid together; 1,500 on 500 of training_bowel. What counts is the mean of the third and the fifth, which keeps
-most of what each of them is better at (docs/model-development.md, entries 34, 36 and 41).
+most of what each of them is better at (docs/model-development.md, entries 34, 36 and 41). The gpu recipe's is four of
+the same kinds, with bowel once where the other has it twice, and the mean of the second and the fourth.
 
 OUT/model is what `cascadeseg infer --model` takes; OUT/card.md is the part of the model card that can be written by a
 machine: hash, recipe, effort, and with ``--scans`` (see validate.py) the scores. ``--install`` puts the model into the
@@ -44,6 +48,7 @@ from cascadeseg import config as configs
 from cascadeseg.atomic import replace_text
 from cascadeseg.network import Model, Stage, load_model, save_model, shipped_model
 from cascadeseg.training.config import TrainingConfig
+from cascadeseg.training.data import Data
 from cascadeseg.training.loop import train
 
 RECIPES = Path(__file__).parent.parent / "configs"
@@ -68,7 +73,15 @@ BOWEL = Further("training_bowel", 2500, 500, 5, 6e-4)
 """Colon that looks like lung is rare among the patients before."""
 MIXED = Further(("training",) * 3 + ("training_bowel",) * 2 + ("training_fluid",), 7000, 3000, 2, 1e-3)
 """All of it once more, with fluid: of parts one after the other each forgets some of those before."""
-FURTHER = (BOWEL, BOWEL, MIXED, BOWEL._replace(steps=1500, steps_per_case=3))
+FURTHER = {
+    "cpu": (BOWEL, BOWEL, MIXED, BOWEL._replace(steps=1500, steps_per_case=3)),
+    "gpu": (
+        BOWEL._replace(steps=1500, cases=400, steps_per_case=4),
+        MIXED._replace(steps=3500, cases=1200, steps_per_case=3),
+        BOWEL._replace(steps=1000, cases=350, steps_per_case=3),
+    ),
+    "smoke": (),
+}
 
 
 class Training(NamedTuple):
@@ -82,6 +95,10 @@ class Training(NamedTuple):
 def main() -> int:
     options = _options()
     began = time.monotonic()
+    if options.patients_only:
+        for stage, run, config in trainings(options):
+            rendered(stage, run, config)
+        return 0
     for stage, run, config in trainings(options):
         left_s = 60 * options.chunk_minutes - (time.monotonic() - began) if options.chunk_minutes else None
         if steps_done(run, stage) < config.optimisation.steps:
@@ -113,6 +130,7 @@ def _options() -> argparse.Namespace:
         "--chunk-minutes", type=float, default=0.0, metavar="M", help="stop after so long; default never"
     )
     parser.add_argument("--stage", type=int, choices=(1, 2), nargs=1, help="train this one only; default both, in turn")
+    parser.add_argument("--patients-only", action="store_true", help="render patients, train nothing")
     parser.add_argument("--scans", type=Path, help="scans with references, to score the finished model on")
     parser.add_argument(
         "--model-version", default=__version__, metavar="V", help=f"default the package's, {__version__}"
@@ -149,14 +167,14 @@ def trainings(options: argparse.Namespace) -> list[Training]:
     found: list[Training] = []
     for stage in options.stage or (1, 2):
         first = Training(stage, options.output / f"stage{stage}", recipe(stage, options))
-        found += [first, *(trained_on(first, options) if stage == 1 and options.preset == "cpu" else [])]
+        found += [first, *(trained_on(first, options) if stage == 1 else [])]
     return found
 
 
 def trained_on(first: Training, options: argparse.Namespace) -> list[Training]:
     """Further trainings of stage 1, one after the other, on other patients each."""
     config, before, found = first.config, first.run, []
-    for number, further in enumerate(FURTHER, start=1):
+    for number, further in enumerate(FURTHER[options.preset], start=1):
         steps = max(1, round(further.steps * options.steps_scale))
         data = replace(
             config.data,
@@ -177,6 +195,19 @@ def trained_on(first: Training, options: argparse.Namespace) -> list[Training]:
         before = before.with_name(f"stage1-on{number}")
         found.append(Training(1, before, on))
     return found
+
+
+def rendered(stage: int, run: Path, config: TrainingConfig) -> None:
+    """Renders a training's patients into the cache where it looks for them, those first that it needs first."""
+    began = time.monotonic()
+    data = Data(config, run)
+    try:
+        for patient in data.training:
+            data.store.names(patient)
+    finally:
+        data.close()
+    minutes = (time.monotonic() - began) / 60
+    print(f"stage {stage}, {run.name}: {len(data.training)} patients ready after {minutes:.1f} minutes", flush=True)
 
 
 def trained(config: TrainingConfig, run: Path, device: str, limit_s: float | None) -> None:

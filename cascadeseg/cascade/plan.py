@@ -17,7 +17,7 @@ from cascadeseg.network.bounded import Runner, pass_mb
 PROGRAM_MB = 390.0
 """The interpreter with torch, nibabel and both networks, and what allocators keep (measured on Linux)."""
 GPU_PROGRAM_MB = 450.0
-"""A CUDA context with its kernels and both networks, on a small GPU; on an H100 it takes 725 to 793 (measured)."""
+"""A CUDA context with its kernels and both networks, on a small GPU; on an H100 it takes 582 to 781 (measured)."""
 CLEANING_BYTES = 7.5
 """For each voxel of the scan in a lung's box: the lung, its components and what finding them takes (7.1 measured)."""
 SETTLING_MB = 150.0
