@@ -13,7 +13,7 @@ import re
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -166,7 +166,12 @@ def _add_infer(commands: Any) -> None:
     )
     there = parser.add_mutually_exclusive_group()
     there.add_argument("--force", action="store_true", help="overwrite results that are there")
-    there.add_argument("--resume", action="store_true", help="leave out scans whose results are all there, by name")
+    there.add_argument(
+        "--resume",
+        action="store_true",
+        help="leave out scans whose results are all there; one whose mask turns out to be of another scan, by its grid "
+        "(a DICOM segmentation: by its series), fails",
+    )
     _add_limits(parser)
     _add_loudness(parser)
 
@@ -343,24 +348,35 @@ def _run_infer(options: argparse.Namespace) -> int:
         preview=options.preview,
         force=options.force,
         resume=options.resume,
+        series=options.series,
+        volume=options.volume,
         table=None if table is None else table.path,
         in_table=None if table is None else table.scans_done(),
     )
-    jobs = outputs.plan(found, wishes, several=several)
-    if len(jobs) < len(found) and not options.quiet:
-        say(f"{len(found) - len(jobs)} of {len(found)} scans are done already")
+    with progress_bar("resume", options.quiet or not options.resume) as progress:  # DICOM headers take a second a scan
+        jobs, refused = outputs.plan(found, wishes, several=several, progress=progress)
+    if (done := len(found) - len(jobs) - len(refused)) and not options.quiet:
+        say(f"{done} of {len(found)} scans are done already")
     failed = 0
-    for row in _rows(failures, jobs, options):
+    for row in _rows(failures, refused, jobs, options):
         failed += bool(row.get("error"))
         if table is not None:
             table.add(row)
     return _batch_result(failed, len(found) + len(failures), several)
 
 
-def _rows(failures: Sequence[CascadesegError], jobs: Sequence[Job], options: argparse.Namespace) -> Iterator[Row]:
-    """Of what is no scan, and then of each scan when it is done."""
+def _rows(
+    failures: Sequence[CascadesegError],
+    refused: Mapping[Path, CascadesegError],
+    jobs: Sequence[Job],
+    options: argparse.Namespace,
+) -> Iterator[Row]:
+    """Of what is no scan, of scans that are refused, which is told, and then of each scan when it is done."""
     for failure in failures:
         yield {"scan": failure.where, "error": str(failure)}
+    for scan, failure in refused.items():
+        complain(str(failure))
+        yield {"scan": str(scan), "error": str(failure)}
     yield from batch.segment_all(jobs, options)
 
 

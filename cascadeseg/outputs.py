@@ -13,19 +13,25 @@ from cascadeseg.errors import CascadesegError, ConfigError, OutputError, ScanErr
 from cascadeseg.formats import (
     LABEL_SUFFIXES,
     SEGMENTATION_SUFFIX,
+    Scan,
     check_writable,
     find_scans,
     is_not_dicom,
     not_of_dicom,
+    read_outline,
     stem_of,
     suffix_of,
 )
+from cascadeseg.geometry import Grid
+from cascadeseg.terminal import Progress
 
 ENDING = "_lungs"
 BESIDE = ""
 """For `Wishes.report` and `Wishes.preview`: under the mask's name, beside it."""
 SUFFIXES = {".mha": ".mha", ".mhd": ".mha", ".nrrd": ".nrrd", ".nhdr": ".nrrd"}
 """The mask's suffix by the scan's; NIfTI for all the others."""
+SAME_GRID_MM = 0.1
+"""Headers that differ by less say the same: formats round differently, and so do programs that correct a mask."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,10 @@ class Wishes:
         report: a file, `BESIDE`, or None for no report.
         preview: a file, `BESIDE`, or None for no picture.
         force: overwrite what is there.
-        resume: leave out scans whose results are all there, and do those anew that lack some.
+        resume: leave out scans whose results are all there, do those anew that lack some, and refuse those in whose
+            mask's place something else lies.
+        series: which DICOM series, as for `read_scan`.
+        volume: which volume of a 4D file, as for `read_scan`.
         table: the table of them all; None for no table.
         in_table: scans, links followed, that have a row in the table of them all, which is a result as well; None
             without a table.
@@ -50,6 +59,8 @@ class Wishes:
     preview: str | None = None
     force: bool = False
     resume: bool = False
+    series: str | None = None
+    volume: int | None = None
     table: Path | None = None
     in_table: frozenset[Path] | None = None
 
@@ -113,13 +124,19 @@ def find(arguments: Sequence[str]) -> tuple[list[Found], list[CascadesegError], 
     return list(found.values()), failures, line
 
 
-def plan(scans: Sequence[Found], wishes: Wishes, *, several: bool) -> list[Job]:
+def plan(
+    scans: Sequence[Found], wishes: Wishes, *, several: bool, progress: Progress = lambda step, done: None
+) -> tuple[list[Job], dict[Path, CascadesegError]]:
     """Where the results of every scan go that is to be segmented. Makes the output folder; writes nothing else.
 
     Args:
         scans: as `find` gives them.
         wishes: what the user asked for.
         several: whether the user asked for more than one scan (even if only one of them is there).
+        progress: hears which scan's mask `Wishes.resume` looks at, and what share of them is done.
+
+    Returns:
+        The jobs to be done, and the scans that `Wishes.resume` refuses, with what is wrong with them.
 
     Raises:
         OutputError: a place that cannot be written, that is taken, or that two scans would share.
@@ -129,8 +146,7 @@ def plan(scans: Sequence[Found], wishes: Wishes, *, several: bool) -> list[Job]:
         _refuse_single_files(wishes)
     jobs = [_job(found, wishes, several) for found in _told_apart(scans, wishes, several)]
     _refuse_clashes(jobs)
-    if wishes.resume:
-        jobs = [job for job in jobs if not _is_done(job, wishes)]
+    jobs, refused = _left_to_do(jobs, wishes, progress) if wishes.resume else (jobs, {})
     for job in jobs:
         if suffix_of(job.labels) == SEGMENTATION_SUFFIX and is_not_dicom(job.scan):
             raise not_of_dicom(job.labels)
@@ -145,7 +161,7 @@ def plan(scans: Sequence[Found], wishes: Wishes, *, several: bool) -> list[Job]:
             check_place(path)
     if wishes.table is not None:
         check_place(wishes.table)
-    return jobs
+    return jobs, refused
 
 
 def _told_apart(scans: Sequence[Found], wishes: Wishes, several: bool) -> list[Found]:
@@ -240,9 +256,57 @@ def _place(path: Path) -> Path:
     return path.parent.resolve() / path.name
 
 
+def _left_to_do(
+    jobs: Sequence[Job], wishes: Wishes, progress: Progress
+) -> tuple[list[Job], dict[Path, CascadesegError]]:
+    """The jobs that are not done yet, and the scans that are refused, with what is wrong with them."""
+    left: list[Job] = []
+    refused: dict[Path, CascadesegError] = {}
+    for number, job in enumerate(jobs):
+        progress(job.scan.name, number / len(jobs))
+        try:
+            if job.labels.exists():  # looked at even where other results lack: it would be overwritten
+                _check_mask(job, read_outline(job.scan, series=wishes.series, volume=wishes.volume))
+            if not _is_done(job, wishes):
+                left.append(job)
+        except CascadesegError as failure:
+            refused[job.scan] = failure
+    return left, refused
+
+
 def _is_done(job: Job, wishes: Wishes) -> bool:
     in_table = wishes.in_table is None or job.scan.resolve() in wishes.in_table
     return in_table and all(path.exists() for path in job.files)
+
+
+def _check_mask(job: Job, scan: Scan) -> None:
+    """Looks in the header of the mask that is there for the scan's grid, of a DICOM segmentation for its series.
+
+    Raises:
+        OutputError: the mask is of another scan, or no mask.
+    """
+    try:
+        if suffix_of(job.labels) == SEGMENTATION_SUFFIX:
+            from cascadeseg.formats.dicom_seg import series_of
+
+            series, own = series_of(job.labels), getattr(scan.native, "series_uid", "")
+            same, found, expected = series == own, f"series {series}", f"series {own}" if own else "not DICOM"
+        else:
+            mask, grid = (of.grid.canonical() for of in (read_outline(job.labels), scan))
+            same, found, expected = mask.matches(grid, SAME_GRID_MM), _extent(mask), _extent(grid)
+    except ScanError as problem:
+        remedy = "delete it, or choose another place with -o"
+        raise OutputError(job.labels, problem.found, f"a mask of {job.scan}", remedy) from problem
+    if not same:
+        remedy = "choose another place with -o, or overwrite with --force"
+        raise OutputError(job.labels, f"a mask of another scan ({found})", f"one of {job.scan} ({expected})", remedy)
+
+
+def _extent(grid: Grid) -> str:
+    """A grid in a few words: its voxels, and the centres of the first and the last."""
+    first, last = grid.world([(0, 0, 0), [n - 1 for n in grid.shape]])
+    corners = (" ".join(f"{mm:.2f}" for mm in corner) for corner in (first, last))
+    return f"{' x '.join(map(str, grid.shape))} voxels, {' to '.join(corners)} mm"
 
 
 def _refuse_overwriting(job: Job, force: bool) -> None:

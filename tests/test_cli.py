@@ -19,6 +19,7 @@ from typing import Any
 
 import nibabel
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from PIL import Image
@@ -28,7 +29,7 @@ from cascadeseg import batch, cli
 from cascadeseg.cascade import pipeline
 from cascadeseg.cascade.pipeline import LungResult, Segmentation, Segmenter
 from cascadeseg.errors import DeviceError, ModelError
-from cascadeseg.formats import Scan, read_labels
+from cascadeseg.formats import LABEL_SUFFIXES, MASK_SUFFIXES, Scan, read, read_labels, write_scan
 from cascadeseg.geometry import Grid, canonical_view
 from cascadeseg.labels import LUNGS
 from tests.formats.dicom_series import write_series
@@ -109,12 +110,27 @@ def _fake_networks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 def make_scan(path: Path) -> Path:
     """A block of tissue with two boxes of air."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    nibabel.save(nibabel.Nifti1Image(two_boxes(), np.diag([2.0, 2.0, 5.0, 1.0])), path)
+    return path
+
+
+def make_scan_at(path: Path, z_mm: float) -> Path:
+    """The same at another height, of the kind that its suffix says; without one a DICOM folder."""
+    grid = Grid.axis_aligned(SHAPE, (2, 2, 5), (0, 0, z_mm))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix:
+        write_scan(two_boxes(), grid, path)
+    else:
+        write_series(path, two_boxes(), grid)
+    return path
+
+
+def two_boxes() -> npt.NDArray[np.int16]:
     voxels = np.full(SHAPE, 40, np.int16)
     voxels[3:9, 5:15, 4:12] = -800
     voxels[14:22, 5:15, 4:12] = -1000
-    path.parent.mkdir(parents=True, exist_ok=True)
-    nibabel.save(nibabel.Nifti1Image(voxels, np.diag([2.0, 2.0, 5.0, 1.0])), path)
-    return path
+    return voxels
 
 
 def run(*arguments: str | Path) -> int:
@@ -492,6 +508,118 @@ def test_what_is_done_already_counts_in_the_exit_code(tmp_path: Path, capsys: py
     for _ in range(2):
         assert run("infer", "in", "-o", "out", "--resume") == 3
         assert "cascadeseg: 1 of 3 scans failed\n" in capsys.readouterr().err
+
+
+KINDS = [
+    *(("ct.nii.gz", f"lungs{suffix}") for suffix in MASK_SUFFIXES),
+    *(("ct", f"lungs{suffix}") for suffix in LABEL_SUFFIXES),
+    *(("ct.nii", "lungs.nii"), ("ct.mha", "lungs.mha"), ("ct.nrrd", "lungs.nrrd"), ("ct.mhd", "lungs.nii.gz")),
+]
+"""Of scans and their masks; the scan without a suffix is a DICOM folder."""
+
+
+@pytest.mark.parametrize(("scan", "mask"), KINDS)
+def test_resume_takes_no_mask_for_that_of_another_scan(
+    tmp_path: Path, refused: Refused, capsys: pytest.CaptureFixture[str], scan: str, mask: str
+) -> None:
+    first, second = (make_scan_at(Path(patient, scan), z_mm) for patient, z_mm in (("p1", 0), ("p2", 2)))
+    assert run("infer", first, "-o", mask, "--resume") == 0
+    whole = Path(mask).read_bytes()
+    capsys.readouterr()
+    assert run("infer", first, "-o", mask, "--resume") == 0
+    assert capsys.readouterr().out == "1 of 1 scans are done already\n"
+    remedy = "; choose another place with -o, or overwrite with --force\n"
+    found = ["series "] * 2
+    if not mask.endswith(".dcm"):
+        found = [f"24 x 20 x 16 voxels, 0.00 0.00 {z:.2f} to 46.00 38.00 {z + 75:.2f} mm)" for z in (0, 2)]
+    words = [f"{mask}: a mask of another scan ({found[0]}", f"; expected one of {second} ({found[1]}", remedy]
+    for more in ([], ["--report"]):
+        refused(["infer", second, "-o", mask, "--resume", *more], *words)
+    assert Path(mask).read_bytes() == whole
+    assert run("infer", second, "-o", mask, "--force") == 0
+
+
+@pytest.mark.parametrize(("scan", "mask"), KINDS)
+def test_resume_reads_no_voxels_of_what_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], scan: str, mask: str
+) -> None:
+    make_scan_at(Path(scan), 0)
+    assert run("infer", scan, "-o", mask) == 0
+    read_whole = read._read
+
+    def ended_early(path: Path, *arguments: Any, **options: Any) -> None:
+        read_whole(path, *arguments, **options)
+        pytest.fail(f"{path} was read to its end")
+
+    monkeypatch.setattr(read, "_read", ended_early)
+    capsys.readouterr()
+    assert run("infer", scan, "-o", mask, "--resume") == 0
+    assert capsys.readouterr() == ("1 of 1 scans are done already\n", "")
+
+
+def test_resume_loads_no_heavy_library_for_what_is_done(tmp_path: Path) -> None:
+    assert run("infer", make_scan(tmp_path / "a.nii.gz")) == 0
+    heavy = "{'torch', 'monai', 'SimpleITK', 'highdicom'}"
+    resume = "main(['infer', 'a.nii.gz', '--resume', '--quiet'])"
+    done = python("-c", f"import sys; from cascadeseg.cli import main; print({resume}, {heavy} & set(sys.modules))")
+    assert done.stdout == "0 set()\n"
+
+
+@pytest.mark.parametrize("mask", [f"lungs{suffix}" for suffix in LABEL_SUFFIXES])
+def test_resume_counts_no_damaged_mask_as_done(tmp_path: Path, refused: Refused, mask: str) -> None:
+    make_scan_at(Path("ct"), 0)
+    for content in (b"", b"notes on this patient\n" * 50):
+        Path(mask).write_bytes(content)
+        words = "; expected a mask of ct; delete it, or choose another place with -o\n"
+        refused(["infer", "ct", "-o", mask, "--resume"], f"cascadeseg: {mask}: ", words)
+        assert Path(mask).read_bytes() == content
+    Path(mask).unlink()
+    assert run("infer", "ct", "-o", mask, "--resume") == 0
+
+
+def test_a_mask_of_another_scan_fails_one_scan_of_a_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("in/a.nii.gz", "in/b.nii.gz", "in/c.nii.gz"):
+        make_scan(Path(name))
+    assert run("infer", "in/c.nii.gz", make_scan_at(Path("other/a.nii.gz"), 2), "-o", "out") == 0
+    whole = Path("out/a_lungs.nii.gz").read_bytes()
+    capsys.readouterr()
+    assert run("infer", "in", "-o", "out", "--resume") == 3
+    out, err = capsys.readouterr()
+    assert [line.split(": ")[0] for line in out.splitlines()] == ["1 of 3 scans are done already", "in/b.nii.gz"]
+    lines = [line for line in err.splitlines() if "warning" not in line]
+    assert lines[0].startswith("cascadeseg: out/a_lungs.nii.gz: a mask of another scan (")
+    assert lines[1:] == ["cascadeseg: 1 of 3 scans failed"]
+    assert run("infer", "in", "-o", "out", "--resume", "--csv", "all.csv") == 3, "those without a row are done anew"
+    errors = {row["scan"]: row["error"].split(" (")[0] for row in table(Path("all.csv"))}
+    wrong = "out/a_lungs.nii.gz: a mask of another scan"
+    assert errors == {"in/a.nii.gz": wrong, "in/b.nii.gz": "", "in/c.nii.gz": ""}
+    assert Path("out/a_lungs.nii.gz").read_bytes() == whole
+
+
+def test_a_mask_that_another_program_saved_again_is_done(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    scan = make_scan(tmp_path / "a.nii.gz")
+    assert run("infer", scan) == 0
+    mask = nibabel.load("a_lungs.nii.gz")
+    moved = nibabel.Nifti1Image(mask.get_fdata(), Grid.axis_aligned(SHAPE, (2, 2, 5), (0.05, 0, -0.05)).affine)
+    nibabel.save(moved.as_reoriented([[1, 1], [0, -1], [2, 1]]), "a_lungs.nii.gz")
+    capsys.readouterr()
+    assert run("infer", scan, "--resume") == 0
+    assert capsys.readouterr().out == "1 of 1 scans are done already\n"
+
+
+def test_resume_goes_by_the_volume_and_the_series_that_are_asked_for(
+    tmp_path: Path, refused: Refused, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nibabel.save(nibabel.Nifti1Image(np.stack([two_boxes()] * 2, axis=3), np.eye(4)), "4d.nii.gz")
+    make_scan_at(Path("ct/one"), 0)
+    fewer = two_boxes()[..., :9]
+    write_series(Path("ct/two"), fewer, Grid.axis_aligned(fewer.shape, (2, 2, 5)), series_uid="1.2.9")
+    for scan, mask, which in (("4d.nii.gz", "4d.mha", ["--volume", "1"]), ("ct", "ct.nrrd", ["--series", "1.2.9"])):
+        for _ in range(2):
+            assert run("infer", scan, "-o", mask, "--resume", *which) == 0
+        assert capsys.readouterr().out.endswith("1 of 1 scans are done already\n")
+    refused(["infer", "4d.nii.gz", "-o", "4d.mha", "--resume"], "4d.nii.gz: 4 dimensions", "choose one with --volume N")
+    refused(["infer", "ct", "-o", "ct.nrrd", "--resume"], "ct.nrrd: a mask of another scan (24 x 20 x 9 voxels, ")
 
 
 def table(path: Path) -> list[dict[str, str]]:

@@ -20,6 +20,7 @@ import pydicom
 from pydicom.valuerep import DA, TM
 
 from cascadeseg._version import __version__
+from cascadeseg.errors import ScanError
 from cascadeseg.formats.placement import LPS_TO_RAS
 from cascadeseg.formats.scan import DicomSeries
 from cascadeseg.geometry import Affine, Grid
@@ -123,6 +124,19 @@ def is_segmentation(path: Path) -> bool:
         return bool(pydicom.dcmread(path, stop_before_pixels=True).get("Modality", "") == "SEG")
     except (pydicom.errors.InvalidDicomError, OSError):
         return False
+
+
+def series_of(path: Path) -> str:
+    """SeriesInstanceUID of the scan that a segmentation is of; only its header is read.
+
+    Raises:
+        ScanError: it is none, or does not say.
+    """
+    try:
+        header = pydicom.dcmread(path, stop_before_pixels=True, specific_tags=["ReferencedSeriesSequence"])
+        return str(header.ReferencedSeriesSequence[0].SeriesInstanceUID)
+    except Exception as problem:  # a damaged header makes pydicom raise anything
+        raise ScanError(path, "not a DICOM segmentation that names its series") from problem
 
 
 def _headers(series: DicomSeries, thickness_mm: float) -> list[Any]:

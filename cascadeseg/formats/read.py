@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,23 @@ def read_scan(
         before(outline)
 
     return audit(_read(Path(path), series, volume, checked))
+
+
+class _HeaderRead(BaseException):
+    """Ends the reading of a file before its voxels; no `except Exception` takes it for a fault of the file."""
+
+
+def read_outline(path: str | Path, *, series: str | None = None, volume: int | None = None) -> Scan:
+    """What the header says of a scan, or of a mask: its voxels are hollow. Arguments and errors as of `read_scan`."""
+    outlines: list[Scan] = []
+
+    def seen(outline: Scan) -> None:
+        outlines.append(outline)
+        raise _HeaderRead
+
+    with suppress(_HeaderRead):
+        read_scan(path, series=series, volume=volume, before=seen)
+    return outlines[0]
 
 
 def read_labels(path: str | Path) -> tuple[npt.NDArray[Any], Grid]:

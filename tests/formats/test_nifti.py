@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cascadeseg.errors import ScanError
-from cascadeseg.formats import Scan, read_labels, read_scan, write_labels, write_scan
+from cascadeseg.formats import Scan, read_labels, read_outline, read_scan, write_labels, write_scan
 from tests.formats.volumes import ORIENTATIONS, SHAPE, SPACING_MM, affine_of, ct_values, oblique_grid, rotation
 
 SUFFIXES = [".nii", ".nii.gz"]
@@ -93,6 +93,14 @@ def test_nifti2_and_extensions(tmp_path: Path) -> None:
         assert np.array_equal(scan.voxels, ct_values())
         write_labels(np.ones(SHAPE, np.uint8), tmp_path / f"mask{suffix}", scan)
         assert isinstance(nibabel.load(tmp_path / f"mask{suffix}"), nibabel.Nifti2Image)
+
+
+@pytest.mark.parametrize("kind", [nibabel.Nifti1Pair, nibabel.AnalyzeImage])
+def test_the_outline_of_a_pair_is_its_header(tmp_path: Path, kind: Any) -> None:
+    nibabel.save(kind(ct_values(), affine_of()), tmp_path / "scan.img")
+    outline, scan = read_outline(tmp_path / "scan.hdr"), read_scan(tmp_path / "scan.hdr")
+    assert outline.grid.matches(scan.grid)
+    assert outline.voxels.strides == (0, 0, 0), "no voxel is read"
 
 
 @pytest.mark.parametrize("kind", [nibabel.Nifti1Pair, nibabel.AnalyzeImage])
