@@ -122,6 +122,7 @@ def _command(commands: Any, run: Callable[[argparse.Namespace], int], help: str)
         run.__name__.removeprefix("_run_"), help=help, description=help, allow_abbrev=False
     )
     parser.set_defaults(run=run)
+    parser.register("type", None, _not_empty)
     return parser
 
 
@@ -144,7 +145,7 @@ def _add_infer(commands: Any) -> None:
     )
     add(
         "--report",
-        type=_ends_in(".json", "--report", "the report's name", scans_before=True),
+        type=_ends_in(".json", "--report", "the report's name", scans_before=True, may_be_left_out=True),
         nargs="?",
         const="",
         metavar="FILE",
@@ -152,7 +153,7 @@ def _add_infer(commands: Any) -> None:
     )
     add(
         "--preview",
-        type=_ends_in(".png", "--preview", "the picture's name", scans_before=True),
+        type=_ends_in(".png", "--preview", "the picture's name", scans_before=True, may_be_left_out=True),
         nargs="?",
         const="",
         metavar="FILE",
@@ -254,6 +255,7 @@ def _add_train(commands: Any) -> None:
 def _add_scans(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "scans",
+        type=str,  # an empty one is told beside the others, which are segmented
         nargs="+",
         metavar="SCAN",
         help="a NIfTI, MHA/MHD or NRRD file, a DICOM series (folder, zip), or a folder of scans",
@@ -291,6 +293,13 @@ def _add_loudness(parser: argparse.ArgumentParser) -> None:
     loudness.add_argument("--verbose", action="store_true", help="say more, and show where errors come from")
 
 
+def _not_empty(text: str) -> str:
+    """The argument type where no other is named: an empty name would be the current folder, or the shipped model."""
+    if not text:
+        raise argparse.ArgumentTypeError("an empty name; see what the shell put in")
+    return text
+
+
 def _positive(kind: type[int] | type[float]) -> Callable[[str], float]:
     """An argument type: a number above zero."""
 
@@ -304,15 +313,17 @@ def _positive(kind: type[int] | type[float]) -> Callable[[str], float]:
     return parse
 
 
-def _ends_in(suffix: str, option: str, what: str, *, scans_before: bool = False) -> Callable[[str], str]:
-    """An argument type: a file's name, or none. A scan or a mask taken for the option's value is not overwritten, and
-    told as such before the scan is missed.
+def _ends_in(
+    suffix: str, option: str, what: str, *, scans_before: bool = False, may_be_left_out: bool = False
+) -> Callable[[str], str]:
+    """An argument type: a file's name, empty where it may be left out. A scan or a mask taken for the option's value is
+    not overwritten, and told as such before the scan is missed.
     """
 
     def parse(text: str) -> str:
-        if text and Path(text).suffix.lower() != suffix:
+        if Path(text).suffix.lower() != suffix and not (may_be_left_out and text == ""):
             remedy = f"give the scans before {option}" if scans_before else ""
-            raise ConfigError(f"{option} {text}", what, f"a name that ends in {suffix}", remedy)
+            raise ConfigError(f"{option} {text or repr(text)}", what, f"a name that ends in {suffix}", remedy)
         return text
 
     return parse

@@ -946,6 +946,10 @@ def test_outputs_are_refused_before_any_work(tmp_path: Path, refused: Refused, m
     refused(["infer", "alias.nii.gz", "-o", scan, "--force"], "a.nii.gz: the scan itself; expected another name")
     refused(["infer", scan, "a_lungs.nii.gz", "--force"], "a_lungs.nii.gz: the result of", "and a scan as well; leave")
     refused(["infer", ""], "'': an empty name; expected a scan or a folder of scans")
+    refused(["infer", scan, "-o", ""], "infer: argument -o/--output: an empty name; see what the shell put in")
+    refused(["infer", scan, "--model", ""], "infer: argument --model: an empty name")
+    refused(["infer", scan, "--csv", ""], "--csv '': the table's name; expected a name that ends in .csv")
+    refused(["train", "--stage", "1", "--output", ""], "train: argument -o/--output: an empty name")
     refused(["infer", scan, "-o", "out.json/"], "out.json: a file; expected a folder")
     refused(["infer", scan, "-o", "m.nii.gz", "--report", "no/r.json"], "r.json: the folder no does not exist")
     refused(

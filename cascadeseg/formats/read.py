@@ -133,6 +133,8 @@ def _opened(path: Path, suffix: str, series: str | None, volume: int | None, bef
         if path.is_symlink():
             raise ScanError(path, f"a link to nothing ({path.readlink()})", "a file", "fetch what it leads to")
         raise ScanError(path, "no such file or folder")
+    if not path.is_file() and not path.is_dir():  # to open one without a writer would wait for ever
+        raise ScanError(path, "a pipe or a device", "a file or a folder", "save what comes through it as a file")
     if path.is_dir() or suffix in (".zip", ".dcm", ".ima") or _is_dicom(path):
         if is_labels:
             expected = f"a label map in one of {' '.join(MASK_SUFFIXES)}"

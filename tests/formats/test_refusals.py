@@ -38,6 +38,13 @@ def test_missing_file(tmp_path: Path) -> None:
     assert refusal(tmp_path / "scan.nii.gz") == ": no such file or folder"
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes in folders here")
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "scan.nii.gz")
+    said = ": a pipe or a device; expected a file or a folder; save what comes through it as a file"
+    assert refusal(tmp_path / "scan.nii.gz") == said
+
+
 def test_unknown_kinds_of_file(tmp_path: Path) -> None:
     (tmp_path / "scan.txt").write_text("hello")
     expected = ": unknown kind of file (.txt); expected NIfTI, MHA/MHD, NRRD or DICOM"
