@@ -134,14 +134,15 @@ def _add_infer(commands: Any) -> None:
         "-o",
         "--output",
         metavar="OUT",
-        help="the mask's file, or a folder for several; default: beside each scan, SCAN_lungs.nii.gz",
+        help="the mask's file, or a folder for several; default: beside each scan, SCAN_lungs and the format's suffix",
     )
     _add_model(parser)
     _add_which(parser)
     add(
         "--format",
         choices=("nii.gz", "mha", "nrrd", "dcm"),
-        help="of the mask; default: like the scan's; dcm: a DICOM segmentation, of a DICOM series only",
+        help="of the mask; default: mha or nrrd for such a scan, else nii.gz; dcm: a DICOM segmentation, of a DICOM "
+        "series only",
     )
     add(
         "--report",
@@ -246,7 +247,7 @@ def _add_train(commands: Any) -> None:
     add("-o", "--output", metavar="RUN", help="the run's folder; default: runs/stage1 or runs/stage2")
     add("--resume", action="store_true", help="go on with the run in that folder, by its own recipe")
     add("--time-limit", type=_positive(float), metavar="MIN", help="save and stop after so many minutes (exit code 4)")
-    add("--device", default="auto", help="auto (default), cpu, cuda, cuda:N or mps")
+    add("--device", default="auto", help="auto (default: cuda, else mps, else cpu), cpu, cuda, cuda:N or mps")
     add("--devices", type=_positive(int), default=1, metavar="N", help="how many of them on each machine; default 1")
     add("--nodes", type=_positive(int), default=1, metavar="N", help="machines (torchrun or SLURM); default 1")
     add("--quiet", action="store_true", help="no progress")
@@ -269,7 +270,9 @@ def _add_which(parser: argparse.ArgumentParser) -> None:
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="DIR", help="a trained model's folder; default: the one in the package")
-    parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:N or mps")
+    parser.add_argument(
+        "--device", default="auto", help="auto (default: cuda, else mps, else cpu), cpu, cuda, cuda:N or mps"
+    )
 
 
 def _add_limits(parser: argparse.ArgumentParser) -> None:
@@ -592,6 +595,9 @@ def _training_result(model: Path, output: Path, recipe: Any, options: argparse.N
     """The closing line, which says what the model folder holds and what comes next, and the exit code."""
     from cascadeseg.network import load_model
 
+    if not (model / "model.json").exists():
+        say(f"{output}: stopped before the data were looked at; nothing is lost, the same command begins anew")
+        return UNFINISHED
     step = load_model(model).notes[f"stage{recipe.stage}_steps"]
     if step < recipe.optimisation.steps:
         command = shlex.join(["cascadeseg", "train", "--stage", str(recipe.stage), "-o", str(output), "--resume"])

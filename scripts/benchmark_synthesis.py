@@ -64,7 +64,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--patients", type=int, default=4, help="to take the median of")
     parser.add_argument("--device", nargs="+", default=["cpu"] + (["cuda"] if torch.cuda.is_available() else []))
     parser.add_argument("--step", type=float, default=1.0, help="seconds of one training step, for the share")
-    parser.add_argument("--steps-per-case", type=int, default=8, help="that one volume serves; the recipes' is 8")
+    parser.add_argument("--steps-per-case", type=int, default=5, help="that one volume serves; of stage 1's recipe 5")
     return parser.parse_args()
 
 

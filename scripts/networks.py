@@ -33,7 +33,7 @@ from cascadeseg.training.loop import train
 
 Shape = tuple[int, int, int]
 RECIPES = Path(__file__).parent.parent / "configs"
-SHAPES: dict[int, Shape] = {1: (176, 176, 176), 2: (176, 240, 304)}
+SHAPES: dict[int, Shape] = {1: (160, 160, 192), 2: (176, 240, 304)}
 """A chest at 2 mm, and one lung at 1 mm."""
 SCORES = ("dice", "worst", "nsd_2mm")
 COLUMNS = {

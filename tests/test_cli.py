@@ -9,11 +9,13 @@ import argparse
 import csv
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +29,10 @@ from PIL import Image
 import cascadeseg
 from cascadeseg import batch, cli
 from cascadeseg.cascade import pipeline
+from cascadeseg.cascade.confidence import Signs
 from cascadeseg.cascade.pipeline import LungResult, Segmentation, Segmenter
 from cascadeseg.errors import DeviceError, ModelError
+from cascadeseg.evaluation import tables
 from cascadeseg.formats import LABEL_SUFFIXES, MASK_SUFFIXES, Scan, read, read_labels, write_scan
 from cascadeseg.geometry import Grid, canonical_view
 from cascadeseg.labels import LUNGS
@@ -620,6 +624,17 @@ def test_resume_goes_by_the_volume_and_the_series_that_are_asked_for(
         assert capsys.readouterr().out.endswith("1 of 1 scans are done already\n")
     refused(["infer", "4d.nii.gz", "-o", "4d.mha", "--resume"], "4d.nii.gz: 4 dimensions", "choose one with --volume N")
     refused(["infer", "ct", "-o", "ct.nrrd", "--resume"], "ct.nrrd: a mask of another scan (24 x 20 x 9 voxels, ")
+
+
+def test_every_key_of_reports_and_tables_is_on_its_page(tmp_path: Path) -> None:
+    assert run("infer", make_scan(tmp_path / "a.nii.gz"), "--report", "--csv", "all.csv") == 0
+    report = json.loads(Path("a_lungs.json").read_text())
+    parts = [report, *report["lungs"], report["scan"], report["outputs"], report["model"]]
+    parts += [lung["signs"] or {} for lung in report["lungs"]]
+    keys = {key for part in parts for key in part} | {sign.name for sign in fields(Signs)}
+    keys |= {*table(Path("all.csv"))[0], *(column.key for column in tables.COLUMNS)}
+    page = (Path(cli.__file__).parents[1] / "docs" / "outputs.md").read_text(encoding="utf-8")
+    assert keys - set(re.findall(r"`(\w+)`", page)) == set()
 
 
 def table(path: Path) -> list[dict[str, str]]:
