@@ -111,12 +111,16 @@ def varied(piece: Cut, config: TrainingConfig) -> tuple[Tensor, Tensor]:
         x, y = _mirrored(x, y)
     image = _recoloured(x, config, random)
     shape = [-(-n // config.unet.stride) * config.unet.stride for n in y.shape]
+    if max(shape) == config.unet.stride:  # at the bottom a single voxel, of which BatchNorm knows no spread
+        shape[-1] *= 2
     return padded(image, shape, 0.0), padded(y, shape, IGNORE)
 
 
 def padded(volume: Tensor, shape: Sequence[int], value: float) -> Tensor:
-    """(..., X, Y, Z) with more of a value at the far ends, which is how inference pads to the network's stride."""
-    missing = [wanted - n for wanted, n in zip(shape, volume.shape[-3:], strict=True)]
+    """(..., X, Y, Z) with more of a value at the far ends, which is how inference pads to the network's stride; what is
+    larger than ``shape`` stays so.
+    """
+    missing = [max(0, wanted - n) for wanted, n in zip(shape, volume.shape[-3:], strict=True)]
     if not any(missing):
         return volume
     return F.pad(volume, [pad for m in reversed(missing) for pad in (0, m)], value=value)

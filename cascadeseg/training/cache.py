@@ -22,6 +22,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -45,6 +46,7 @@ from cascadeseg.training.config import TrainingConfig
 
 Kind = Literal["cases", "whole"]
 WAIT_S = 0.2
+KILLED = "a process that prepares cases ran out of memory or was killed"
 WHOLE_SPACING = 1.5
 """Synthetic patients held out from stage 2 are scanned at this times its spacing, as thin clinical slices are."""
 
@@ -70,9 +72,11 @@ class CaseStore:
             workers: processes; 0 where another process of the run prepares for this one.
             stopped: called while waiting; raises to end the wait.
         """
-        self.folder = folder / f"stage{config.stage}-{recipe_digest(config)}"
+        folds = sorted({patient.fold for patient, _ in wanted})
+        self.folder = folder / f"stage{config.stage}-{recipe_digest(config, folds)}"
         self.folder.mkdir(parents=True, exist_ok=True)
         self._stopped = stopped
+        self._closed = False
         self._futures: dict[Path, Future[None]] = {}
         self._pool: ProcessPoolExecutor | None = None
         self._alive: Connection | None = None
@@ -86,6 +90,7 @@ class CaseStore:
                 # What failed in an earlier run is tried again, and must not end processes that wait for this one.
                 _failure(self._record(patient, kind)).unlink(missing_ok=True)
                 job = self._pool.submit(_prepare_patient, config, patient, kind, self.folder)
+                job.add_done_callback(partial(self._tell_others, patient, self._record(patient, kind)))
                 self._futures[self._record(patient, kind)] = job
 
     def names(self, patient: Patient) -> list[str]:
@@ -114,7 +119,11 @@ class CaseStore:
         return coming * taken / max(1, there) / 1e9, shutil.disk_usage(self.folder).free / 1e9
 
     def close(self) -> None:
-        """Stops the workers at once: a case that is not written whole is not there, and is made anew another time."""
+        """Stops the workers at once: a case that is not written whole is not there, and is made anew another time.
+
+        Who waits for one does not any more.
+        """
+        self._closed = True
         if self._pool is not None and self._alive is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
             self._alive.close()
@@ -124,22 +133,34 @@ class CaseStore:
         job = self._futures.get(record)
         if job is not None:
             while not wait([job], WAIT_S).done:
-                self._stopped()
+                self._check()
             try:
                 job.result()
             except Exception as error:
                 if not (isinstance(error, BrokenProcessPool) or is_out_of_memory(error)):
                     raise
-                found = f"{patient.key}: a process that prepares cases ran out of memory or was killed"
+                found = f"{patient.key}: {KILLED}"
                 raise ConfigError("data.workers", found, "", "lower it (--set data.workers=1)") from error
         failure = _failure(record)
         while not record.exists():  # another process of this run is at it
-            self._stopped()
+            self._check()
             if failure.exists():
                 raise ConfigError("data", failure.read_text(encoding="utf-8") or f"{patient.key} cannot be prepared")
             time.sleep(WAIT_S)
         described: dict[str, Any] = json.loads(record.read_text(encoding="utf-8"))
         return described
+
+    def _check(self) -> None:
+        """Ends a wait: of a run that is to end, or has ended."""
+        self._stopped()
+        if self._closed:
+            raise RuntimeError("these cases are needed no more")
+
+    def _tell_others(self, patient: Patient, record: Path, job: Future[None]) -> None:
+        """Says so to the run's other processes, which wait for the case, where the worker that made it was killed."""
+        if not (self._closed or job.cancelled()) and isinstance(job.exception(), BrokenProcessPool):
+            with suppress(OSError):
+                _failure(record).write_text(f"{patient.key}: {KILLED}", encoding="utf-8")
 
     def _record(self, patient: Patient, kind: Kind) -> Path:
         return self.folder / f"{patient.key}.{kind}.json"
@@ -158,8 +179,12 @@ def predicts_boxes(config: TrainingConfig) -> bool:
     return config.stage == 2 and boxes == "predicted"
 
 
-def recipe_digest(config: TrainingConfig) -> str:
+def recipe_digest(config: TrainingConfig, folds: Sequence[int] = (0,)) -> str:
     """Of all that decides what a patient's prepared cases look like, but for the patient.
+
+    Args:
+        config: of the run.
+        folds: that patients are in: each may have a locator of its own.
 
     Raises:
         ModelError: a locator that is needed cannot be read.
@@ -175,8 +200,8 @@ def recipe_digest(config: TrainingConfig) -> str:
     if config.stage == 2:
         what |= {"jitter": data.box_jitter_mm, "predicted": predicts_boxes(config)}
     if predicts_boxes(config):
-        folds = range(data.folds) if "{fold}" in config.locator else [0]
-        what["locators"] = [load_model(locator_folder(config, fold)).sha256 for fold in folds]
+        folders = dict.fromkeys(locator_folder(config, fold) for fold in folds)
+        what["locators"] = [load_model(folder).sha256 for folder in folders]
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:12]
 
 

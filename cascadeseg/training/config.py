@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import ClassVar, Literal
 
 from cascadeseg.config import Limits
@@ -245,5 +246,6 @@ class TrainingConfig:
             "augmentation.low_resolution augmentation.window augmentation.prior optimisation.on_lung "
             "optimisation.fixed_norm",
         ),
+        "a finite number": (isfinite, "view.low_hu view.high_hu view.tissue_low_hu view.tissue_high_hu"),
         "0 or more and below 1": (lambda n: 0 <= n < 1, "optimisation.ema"),
     }

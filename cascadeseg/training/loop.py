@@ -11,8 +11,10 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ from cascadeseg.training.data import LARGEST_BATCH, Data, batch_of
 from cascadeseg.training.log import Log, write_environment
 from cascadeseg.training.optimiser import optimiser_of
 from cascadeseg.training.prefetch import Prefetch, Stop, Stopped
-from cascadeseg.training.processes import Processes, failure, launched, training_precision, worst
+from cascadeseg.training.processes import Processes, agreed, launched, training_precision
 from cascadeseg.training.state import Relief, State, averaged, take_weights
 from cascadeseg.training.step import Batch, Trainer, take_step
 from cascadeseg.training.validation import model_of, save_picture, surface_distances_available, validate
@@ -67,10 +69,10 @@ def train(
 
     Returns:
         The folder of the latest averaged weights, and of how many steps they are (in its notes): a model of both
-        stages, or of stage 1 a locator alone.
+        stages, or of stage 1 a locator alone. It is not there where the time was up before the data were looked at.
 
     Raises:
-        ConfigError: the recipe contradicts itself, or the run folder holds another run.
+        ConfigError: the recipe contradicts itself, or the run folder holds another run, or one that is at work.
         ExceptionGroup: of everything that is wrong with the data set.
         KeyboardInterrupt: interrupted (also by SIGTERM); the checkpoint is saved.
     """
@@ -78,7 +80,7 @@ def train(
     keep_freed_memory()
     fabric = launched(config.optimisation, device, processes or Processes())
     stop = Stop(time_limit_s)
-    with stop.listening(), _data(config, output, fabric, stop) as data:
+    with stop.listening(), _alone(output, fabric), suppress(Stopped), _data(config, output, fabric, stop) as data:
         state = _begun(config, fabric)
         run = Run(config, output, data, state, fabric, stop)
         if resume and run.checkpoint.exists():
@@ -114,7 +116,11 @@ class Run:
         return bool(self.fabric.is_global_zero)
 
     def save(self) -> None:
-        """Writes the checkpoint and the model."""
+        """Writes the checkpoint and the model; where that fails, every process hears of it."""
+        agreed(self.fabric, self.write)
+
+    def write(self) -> None:
+        """The same, by the first process alone."""
         if self.first:
             self.state.save(self.checkpoint)
             save_model(model_of(self.config, self.state), self.output / "model")
@@ -139,7 +145,8 @@ def _train_until(last: int, run: Run, quiet: bool) -> None:
             values = take_step(trainer)
             if values is None:
                 break
-            log.step(state.step, values, waited_s=patches.waited_s, patches=numbers.batch)
+            noted = partial(log.step, state.step, values, waited_s=patches.waited_s, patches=numbers.batch)
+            agreed(run.fabric, noted)
             if state.step % numbers.save_every == 0 and state.step < last:
                 with _paused(log):
                     run.save()
@@ -163,7 +170,7 @@ def _ended(run: Run, error: CascadesegError | OSError) -> CascadesegError:
     kept = "the last checkpoint is kept" if run.checkpoint.exists() else ""
     if state.step:  # before the first one a run has not begun, and starts again without more ado
         with suppress(CascadesegError, OSError):
-            run.save()
+            run.write()
             kept = f"step {state.step} of {numbers.steps} is saved"
     remedies = [error.remedy, f"{kept}: mend this, and go on with --resume" if kept else ""]
     return type(error)(error.where, error.found, error.expected, "; ".join(filter(None, remedies)))
@@ -171,16 +178,9 @@ def _ended(run: Run, error: CascadesegError | OSError) -> CascadesegError:
 
 def _prepare_first(run: Run, log: Log) -> None:
     """Waits until the first step has all it may ask for; a process that fails takes the others with it."""
-    error: Exception | None = None
-    try:
+    with suppress(Stopped):  # the first step ends the run
         if run.state.step < run.config.optimisation.steps:
-            run.data.prepare_first(log.tell)
-    except Stopped:  # the first step ends the run
-        pass
-    except Exception as caught:
-        error = caught
-    if worst(run.fabric, [float(error is not None)])[0]:
-        raise failure(error)
+            agreed(run.fabric, lambda: run.data.prepare_first(log.tell))
 
 
 def _batches(run: Run, step: int, relief: Relief) -> list[Batch]:
@@ -207,15 +207,9 @@ def _validation_is_due(run: Run) -> bool:
 
 def _validate(run: Run, log: Log) -> None:
     """On the first process; the others wait."""
-    state = run.state
-    try:
-        if run.first:
-            with _paused(log):
-                _validate_here(run, log)
-        state.validated = state.step
-    except Stopped:  # the next step ends the run, and a resumed one validates first
-        pass
-    run.fabric.barrier()
+    with suppress(Stopped), _paused(log):  # the next step ends the run, and a resumed one validates first
+        agreed(run.fabric, lambda: _validate_here(run, log) if run.first else None)
+        run.state.validated = run.state.step
 
 
 def _validate_here(run: Run, log: Log) -> None:
@@ -244,8 +238,33 @@ def _paused(log: Log) -> Iterator[None]:
 
 
 @contextmanager
+def _alone(output: Path, fabric: Any) -> Iterator[None]:
+    """Holds a run folder: another run that comes meanwhile is refused. However this one ends, the system lets go of it.
+
+    Where there are no such locks (Windows, some network disks), nobody is refused.
+    """
+    with ExitStack() as held:
+
+        def hold() -> None:
+            output.mkdir(parents=True, exist_ok=True)
+            try:
+                fcntl = import_module("fcntl")
+                folder = os.open(output, os.O_RDONLY)
+                held.callback(os.close, folder)
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                remedy = "wait for its end, or choose another folder"
+                raise ConfigError(output, "another run is at work in it", "", remedy) from error
+            except (ImportError, OSError):
+                pass
+
+        agreed(fabric, lambda: hold() if fabric.is_global_zero else None)
+        yield
+
+
+@contextmanager
 def _data(config: TrainingConfig, output: Path, fabric: Any, stop: Stop) -> Iterator[Data]:
-    data = Data(config, output, prepares=fabric.local_rank == 0, stopped=stop.check)
+    data = agreed(fabric, lambda: Data(config, output, prepares=fabric.local_rank == 0, stopped=stop.check))
     try:
         yield data
     finally:
@@ -274,7 +293,7 @@ def _log(run: Run, quiet: bool) -> Log:
 
 def _begun(config: TrainingConfig, fabric: Any) -> State:
     """The state before the first step: chance of the seed, or another model's weights."""
-    torch.manual_seed(config.optimisation.seed)
+    torch.manual_seed(config.optimisation.seed % 2**63)
     numbers = config.optimisation
     network = UNet(config.unet, checkpoint_blocks=numbers.checkpoint_blocks)
     if config.init:

@@ -14,10 +14,10 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,9 @@ from torch import Tensor, nn
 from cascadeseg.errors import ConfigError
 from cascadeseg.network.engine import fast_precision, find_device
 from cascadeseg.training.config import OptimisationConfig
+from cascadeseg.training.prefetch import Stopped
 
+T = TypeVar("T")
 FABRIC_PRECISION = {"fp32": "32-true", "bf16": "bf16-mixed", "fp16": "16-mixed"}
 
 
@@ -130,6 +132,27 @@ def worst(fabric: Any, values: Iterable[float]) -> list[float]:
         return numbers
     together: list[float] = fabric.all_reduce(torch.tensor(numbers, device=fabric.device), reduce_op="max").tolist()
     return together
+
+
+def agreed(fabric: Any, work: Callable[[], T]) -> T:
+    """What each process makes of some work; where it fails in one of them, perhaps the only one that has anything to
+    do, it fails in all, so that none waits for one that is gone.
+
+    Raises:
+        Stopped: in one of them the run is to end.
+    """
+    error: Exception | None = None
+    try:
+        result = work()
+    except Exception as caught:
+        error = caught
+    stopped = isinstance(error, Stopped)
+    failed, stopped = map(bool, worst(fabric, [float(error is not None and not stopped), float(stopped)]))
+    if failed:
+        raise failure(None if isinstance(error, Stopped) else error)
+    if stopped:
+        raise Stopped
+    return result
 
 
 def failure(error: Exception | None) -> Exception:

@@ -32,6 +32,7 @@ from cascadeseg.training.log import Log
 from cascadeseg.training.loop import train
 from cascadeseg.training.state import Relief, averaged, update_average
 from tests.cascade.chest import chest, chest_grid, dice, truth
+from tests.test_cli import children
 from tests.training.toy import NOTHING_RANDOM, stage1, stage2, with_data
 
 
@@ -309,6 +310,91 @@ def test_two_processes_give_what_one_gives_and_none_waits_for_the_other(recipe, 
     )
 
 
+def two_processes(recipe: TrainingConfig, folder: Path) -> tuple[list[str], Path]:
+    """The command of a run by two processes, and its folder."""
+    (folder / "recipe.toml").write_text(configs.dump(recipe))
+    command = [
+        *(sys.executable, "-m", "cascadeseg", "train", "--stage", "1", "--config", str(folder / "recipe.toml")),
+        *("--quiet", "--output", str(folder / "together"), "--device", "cpu", "--devices", "2"),
+    ]
+    return command, folder / "together"
+
+
+def ended(run: subprocess.Popen) -> tuple[int, list[str]]:
+    """The exit code of a run that is to end by itself, and its lines of errors."""
+    try:
+        _, said = run.communicate(timeout=90)
+    finally:
+        run.kill()
+    return run.returncode, [line for line in said.splitlines() if line.startswith("cascadeseg: ") or "Error" in line]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for processes in /proc")
+def test_a_killed_worker_ends_all_processes(tmp_path):
+    """One of the two waits for the case that the other's worker was killed over."""
+    numbers = {"steps": 60, "batch": 2, "validate_every": 99, "save_every": 5}
+    config = with_data(stage1("synthetic", **numbers), cases=60, initial=2, steps_per_case=1, validation=0, workers=1)
+    command, folder = two_processes(config, tmp_path)
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
+        while not (folder / "metrics.jsonl").exists() or not (folder / "metrics.jsonl").read_text():
+            assert running.poll() is None, running.stderr.read()
+            time.sleep(0.1)
+        for worker in children(running):
+            os.kill(worker, signal.SIGKILL)
+        code, said = ended(running)
+    assert code == 2
+    assert any("a process that prepares cases ran out of memory or was killed" in line for line in said)
+    assert any("is saved" in line for line in said)
+
+
+def test_what_only_the_first_process_cannot_write_ends_all_in_one_line_each(recipe, tmp_path, small_files):
+    command, _ = two_processes(recipe(steps=40, batch=2, validate_every=99, save_every=2), tmp_path)
+    with small_files(20_000), subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
+        code, said = ended(running)
+    assert code == 2
+    assert len(said) == 2
+    assert "checkpoint.pt: cannot be written (File too large)" in " ".join(said)
+    assert "another process of this run failed" in " ".join(said)
+
+
+def test_a_folder_in_which_another_run_is_at_work_is_refused(recipe, tmp_path, monkeypatch):
+    real, tried = step.supervised_loss, []
+
+    def meanwhile(*arguments):
+        if not tried:
+            tried.append("another")
+            with pytest.raises(ConfigError, match=f"{tmp_path}: another run is at work in it; wait for its end"):
+                run(recipe(steps=2), tmp_path)
+        return real(*arguments)
+
+    monkeypatch.setattr(step, "supervised_loss", meanwhile)
+    whole = run(recipe(), tmp_path)
+    assert tried
+    assert lines(tmp_path)[-1]["step"] == recipe().optimisation.steps
+    assert run(recipe(), tmp_path, resume=True) == whole
+
+
+def test_a_run_without_time_to_look_at_its_data_says_so(recipe, tmp_path, monkeypatch, capsys):
+    def slow(*_, stopped, **__):
+        time.sleep(0.2)
+        stopped()
+
+    monkeypatch.setattr(loop, "Data", slow)
+    (tmp_path / "recipe.toml").write_text(configs.dump(recipe()))
+    command = ["train", "--stage", "1", "--config", str(tmp_path / "recipe.toml"), "--output", str(tmp_path / "run")]
+    assert main([*command, "--device", "cpu", "--time-limit", "0.001"]) == 4
+    assert "stopped before the data were looked at; nothing is lost" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("patch", [(4, 4, 4), (8, 4, 4)])
+def test_patches_of_one_voxel_at_the_bottom_train(recipe, tmp_path, patch):
+    for fixed_size in (False, True):
+        config = recipe(patch=patch, fixed_size=fixed_size, fixed_norm=1.0)
+        assert config.unet.norm == "batch"
+        run(config, tmp_path / str(fixed_size))
+        assert lines(tmp_path / str(fixed_size))[-1]["step"] == config.optimisation.steps
+
+
 @pytest.mark.parametrize("micro_batch", [1, 3])
 def test_accumulation_equals_the_large_batch(recipe, tmp_path, micro_batch):
     config = recipe(steps=2, batch=6, micro_batch=6, validate_every=99, patch=(24, 24, 24))
@@ -453,6 +539,14 @@ def test_numbers_that_cannot_be_are_refused(recipe, tmp_path, change, words):
         run(recipe(**change), tmp_path)
 
 
+@pytest.mark.parametrize("key", ["view.low_hu", "view.tissue_high_hu"])
+@pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
+def test_a_window_without_an_end_is_refused(tmp_path, key, value):
+    recipe = Path(loop.__file__).parents[1] / "configs" / "stage1.toml"
+    with pytest.raises(ConfigError, match=rf"--set {key}={value}.*: .*{value}; expected a finite number"):
+        configs.load(recipe, TrainingConfig, [f"{key}={value}"])
+
+
 def test_a_window_that_is_upside_down_is_refused(recipe, tmp_path):
     plain = recipe()
     with pytest.raises(ConfigError, match=r"view.high_hu: -2000.0; expected above view.low_hu, -\d+.0"):
@@ -497,7 +591,7 @@ def test_a_recipe_with_a_number_that_cannot_be_is_refused_when_it_is_read(tmp_pa
 
 
 def test_every_number_of_a_recipe_has_its_limits():
-    of_any_sign = {"low_hu", "high_hu", "tissue_low_hu", "tissue_high_hu", "seed"}
+    of_any_sign = {"seed"}
     limited = {key for _, keys in TrainingConfig.LIMITS.values() for key in keys.split()}
     recipe = stage1("none")
     numbers = {
