@@ -596,7 +596,7 @@ def _training_result(model: Path, output: Path, recipe: Any, options: argparse.N
     from cascadeseg.network import load_model
 
     if not (model / "model.json").exists():
-        say(f"{output}: stopped before the data were looked at; nothing is lost, the same command begins anew")
+        say(f"{output}: stopped before the first step; the same command begins anew")
         return UNFINISHED
     step = load_model(model).notes[f"stage{recipe.stage}_steps"]
     if step < recipe.optimisation.steps:

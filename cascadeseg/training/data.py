@@ -26,10 +26,18 @@ from cascadeseg.training.state import Relief
 
 LARGEST_BATCH = 4096
 TELL_EVERY_S = 30.0
+NAMED_AT_MOST = 10
+"""Warnings that are told one by one, and cases that a message names."""
 
 
 class Data:
-    """Training and held-out patients, and patches by step and index."""
+    """Training and held-out patients, and patches by step and index.
+
+    Attributes:
+        training: patients.
+        validation: those of the held-out ones that validations segment.
+        warnings: what is odd about the scans of both, one line each.
+    """
 
     def __init__(
         self,
@@ -45,15 +53,16 @@ class Data:
             config: of the run.
             output: the run folder, which keeps the split.
             prepares: whether this process starts workers (one of each machine does).
-            stopped: called while waiting for a case; raises to end the wait.
+            stopped: called while waiting for a case, or for the data set to be examined; raises to end the wait.
 
         Raises:
             ConfigError, ModelError: the recipe names what is not there.
             ExceptionGroup: of everything that is wrong with the data set.
         """
         self.config = config
-        self.training, held_out = patients_of(config, output / "split.json")
+        self.training, held_out = patients_of(config, output / "split.json", stopped)
         self.validation = held_out[: config.data.validation]
+        self.warnings = _warnings([*self.training, *self.validation])
         first = self.training[: config.data.initial]
         order: list[tuple[Patient, Kind]] = [(patient, "cases") for patient in first]
         order += [(patient, "whole") for patient in self.validation]
@@ -66,11 +75,15 @@ class Data:
         """Waits for the patients that the first step may ask for.
 
         Args:
-            tell: hears now and then how many are ready.
+            tell: hears what is odd about their scans, and now and then how many are ready.
 
         Raises:
             Stopped: the run is to end.
         """
+        for line in self.warnings[:NAMED_AT_MOST]:
+            tell(line)
+        if len(self.warnings) > NAMED_AT_MOST:
+            tell(f"and {len(self.warnings) - NAMED_AT_MOST} more warnings")
         began = told = time.monotonic()
         known = self._known(0)
         for number, patient in enumerate(self.training[:known], start=1):
@@ -115,10 +128,18 @@ class Data:
         self.store.close()
 
 
-def patients_of(config: TrainingConfig, record: Path) -> tuple[Sequence[Patient], Sequence[Patient]]:
+def _warnings(patients: Sequence[Patient]) -> list[str]:
+    cases = [patient.case for patient in patients if isinstance(patient, FilePatient)]
+    return [f"{case.entry.image}: warning: {warning}" for case in cases for warning in case.warnings]
+
+
+def patients_of(
+    config: TrainingConfig, record: Path, stopped: Callable[[], None] = lambda: None
+) -> tuple[Sequence[Patient], Sequence[Patient]]:
     """Training and held-out patients.
 
-    The split of files is written to ``record``, and read from it where there is a checkpoint beside it.
+    The split of files is written to ``record``, and read from it where there is a checkpoint beside it. ``stopped`` is
+    called while files are examined, and raises to end that.
     """
     data = config.data
     if data.source == "synthetic":
@@ -133,7 +154,7 @@ def patients_of(config: TrainingConfig, record: Path) -> tuple[Sequence[Patient]
         return all_of_them[data.validation :], all_of_them[: data.validation]
     listed = listing(Path(data.source))
     mapping, problems = sides(listed, data.labels)
-    cases = inspect(listed, mapping, problems, workers=data.workers or os.cpu_count() or 2)
+    cases = inspect(listed, mapping, problems, data.workers or os.cpu_count() or 2, stopped)
     folds = _kept_folds(cases, data, record)
     patients = [FilePatient(case, folds[case.entry.name]) for case in cases]
     training = [patient for patient in patients if patient.fold != data.fold]
@@ -145,14 +166,23 @@ def patients_of(config: TrainingConfig, record: Path) -> tuple[Sequence[Patient]
 
 def _kept_folds(cases: Sequence[Inspected], data: DataConfig, record: Path) -> dict[str, int]:
     """The fold of every case by name, as it was when the run began; a start that left no checkpoint began nothing."""
+    digests = {case.entry.name: case.digest for case in cases}
     if record.exists() and (record.parent / "checkpoint.pt").exists():
-        kept: dict[str, int] = json.loads(record.read_text(encoding="utf-8"))["folds"]
-        if kept.keys() != {case.entry.name for case in cases}:
+        content = json.loads(record.read_text(encoding="utf-8"))
+        kept: dict[str, int] = content["folds"]
+        if kept.keys() != digests.keys():
             raise ConfigError(record, "a split of other cases than the data set now has", "the same data as at first")
+        before = content.get("digests", digests)  # that runs of earlier versions did not keep
+        if changed := [name for name in digests if digests[name] != before.get(name)]:
+            found = f"another scan, or other labels, than at first of {_some(changed)}"
+            raise ConfigError(record, found, "the same data as at first", "put it back, or begin anew elsewhere")
         return kept
     folds = _folds(cases, data)
+    if data.validation and data.fold not in folds.values():
+        there = ", ".join(map(str, sorted(set(folds.values()))))
+        raise ConfigError("data.fold", f"{data.fold}, which no case has", f"one of the data set's folds {there}")
     record.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(record, json.dumps({"held_out": data.fold, "folds": folds}, indent=1) + "\n")
+    replace_text(record, json.dumps({"held_out": data.fold, "folds": folds, "digests": digests}, indent=1) + "\n")
     return folds
 
 
@@ -163,6 +193,7 @@ def _folds(cases: Sequence[Inspected], data: DataConfig) -> dict[str, int]:
     """
     own = {case.entry.name: case.entry.fold for case in cases}
     if all(fold is not None for fold in own.values()):
+        _check_own_folds(cases)
         return {name: int(fold or 0) for name, fold in own.items()}
     if not 0 <= data.fold < data.folds:
         raise ConfigError("data.fold", str(data.fold), f"0 to {data.folds - 1}, one of data.folds = {data.folds}")
@@ -170,6 +201,19 @@ def _folds(cases: Sequence[Inspected], data: DataConfig) -> dict[str, int]:
     shuffled = np.random.default_rng(0).permutation(len(patients))
     of_patient = {patients[index]: int(place % data.folds) for place, index in enumerate(shuffled)}
     return {case.entry.name: of_patient[case.entry.patient] for case in cases}
+
+
+def _check_own_folds(cases: Sequence[Inspected]) -> None:
+    folds: dict[str, set[int | None]] = {}
+    for case in cases:
+        folds.setdefault(case.entry.patient, set()).add(case.entry.fold)
+    if parted := sorted(patient for patient, its in folds.items() if len(its) > 1):
+        raise ConfigError("data.source", f"several folds for patient {_some(parted)}", "one fold for each patient")
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMED_AT_MOST} more" if len(names) > NAMED_AT_MOST else ""
+    return ", ".join(names[:NAMED_AT_MOST]) + more
 
 
 def stacked(patches: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

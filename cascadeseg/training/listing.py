@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cascadeseg.errors import ConfigError
-from cascadeseg.formats import stem_of
+from cascadeseg.formats import stem_of, suffix_of
 from cascadeseg.labels import BACKGROUND, BESIDE, IGNORE, LEFT_LUNG, RIGHT_LUNG
 from cascadeseg.training.config import LabelNames
 
@@ -81,14 +81,15 @@ def listing(source: Path) -> Listing:
 
 def _from_json(path: Path) -> Listing:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
         names = _names(content.get("labels", {}))
+        channel = _ct_channel(content.get("channel_names") or content.get("modality"), path)
         if "training" in content:
-            cases = [_entry(path.parent, dict(case)) for case in content["training"]]
+            cases = [_entry(path.parent, dict(case), channel) for case in content["training"]]
         else:
-            cases = _nnunet_cases(path.parent, content["file_ending"])
+            cases = _nnunet_cases(path.parent, content["file_ending"], channel)
         return Listing(tuple(cases), names)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
         found = f"{path}: not a description of a data set ({type(error).__name__}: {error})"
         raise ConfigError("data.source", found, LAYOUTS) from error
 
@@ -106,13 +107,24 @@ def _names(labels: Mapping[str, Any]) -> dict[int, str]:
     return named
 
 
-def _nnunet_cases(folder: Path, ending: str) -> list[Entry]:
+def _ct_channel(channels: Any, path: Path) -> int:
+    """Which of several channels is the CT; a single one is, whatever it is called."""
+    if not isinstance(channels, Mapping) or len(channels) < 2:
+        return 0
+    ct = [int(number) for number, name in channels.items() if str(name).strip().upper() == "CT"]
+    if not ct:
+        named = ", ".join(map(str, channels.values()))
+        raise ConfigError("data.source", f"{path}: channels {named}", "one that is named CT")
+    return min(ct)
+
+
+def _nnunet_cases(folder: Path, ending: str, channel: int) -> list[Entry]:
     """By the union of images and labels, so that whatever lacks its other half is noticed."""
-    images, labels = folder / "imagesTr", folder / "labelsTr"
-    names = {path.name.removesuffix(f"_0000{ending}") for path in images.glob(f"*_0000{ending}")}
+    images, labels, image_ending = folder / "imagesTr", folder / "labelsTr", f"_{channel:04d}{ending}"
+    names = {path.name.removesuffix(image_ending) for path in images.glob(f"*{image_ending}")}
     names |= {path.name.removesuffix(ending) for path in labels.glob(f"*{ending}")}
     names = {name for name in names if not name.startswith(".")}
-    return [Entry(name, images / f"{name}_0000{ending}", labels / f"{name}{ending}", name) for name in names]
+    return [Entry(name, images / f"{name}{image_ending}", labels / f"{name}{ending}", name) for name in names]
 
 
 def _from_csv(path: Path) -> Listing:
@@ -125,14 +137,18 @@ def _from_csv(path: Path) -> Listing:
         raise ConfigError("data.source", found, "a CSV of image,label[,patient,fold]") from error
 
 
-def _entry(folder: Path, case: Mapping[str, Any]) -> Entry:
+def _entry(folder: Path, case: Mapping[str, Any], channel: int = 0) -> Entry:
     for key in ("image", "label"):
         if not case[key]:  # what a row that is too short lacks is None
             raise ValueError(f"no {key} in the case {dict(case)}")
-    image = case["image"][0] if isinstance(case["image"], list) else case["image"]
-    name = stem_of(Path(image)).removesuffix("_0000")
-    patient, fold = case.get("patient") or name, case.get("fold")
-    return Entry(name, folder / image, folder / case["label"], str(patient), None if fold in (None, "") else int(fold))
+    image = folder / (case["image"][channel] if isinstance(case["image"], list) else case["image"])
+    name = stem_of(image).removesuffix(f"_{channel:04d}")
+    with_channel = image.with_name(f"{name}_{channel:04d}{suffix_of(image)}")
+    if with_channel.exists() and not image.exists():  # nnU-Net's first version lists images without it
+        image = with_channel
+    patient, fold = case.get("patient"), case.get("fold")
+    patient = name if patient in (None, "") else str(patient)
+    return Entry(name, image, folder / case["label"], patient, None if fold in (None, "") else int(fold))
 
 
 def sides(listed: Listing, wanted: LabelNames) -> tuple[dict[int, int], list[str]]:
@@ -144,16 +160,22 @@ def sides(listed: Listing, wanted: LabelNames) -> tuple[dict[int, int], list[str
 
     Returns:
         Numbers to `labels` values (0 to background always; 255, and what is called ignore, to ignore unless it is
-        named otherwise), and one line for every name that is not understood.
+        named otherwise), and one line for every name that is not understood or is 0's and no background.
     """
     meaning = {name: value for value, names in wanted.by_value().items() for name in names}
     mapping, problems = {BACKGROUND: BACKGROUND}, []
     numbers = set(listed.names) | {int(name) for name in meaning if name.isdecimal()}
-    for number in sorted(numbers - {BACKGROUND}):
+    for number in sorted(numbers):
         name = listed.names.get(number, "")
         value = meaning.get(name, meaning.get(str(number)))
         value = _understood(name) if value is None else value
-        if value is None:
+        if number == BACKGROUND:
+            if value not in (None, BACKGROUND):
+                problems.append(
+                    f"label 0 '{name}': named as something else, but 0 is always background; "
+                    "give what it is a number of its own"
+                )
+        elif value is None:
             problems.append(
                 f"label {number} '{name}': neither a lung with its side nor known to be outside the lungs; "
                 "name it under data.labels as right, left, background or ignore"
@@ -177,12 +199,11 @@ def _understood(name: str) -> int | None:
     if plain == "ignore":  # nnU-Net's reserved name
         return IGNORE
     words = set(plain.split("_"))
-    if lobe := words & LOBES.keys():
-        return LOBES[lobe.pop()].value if len(lobe) == 1 else None
-    if not words & {"lung", "lobe", "lungs"} or words - {"lung", "lungs", "lobe", "upper", "middle", "lower", *_SIDES}:
+    lungs = {"lung", "lungs", "lobe", *LOBES}
+    if not words & lungs or words - lungs - {"upper", "middle", "lower"} - _SIDES.keys():
         return None
     named = {_SIDES[word].value for word in words & _SIDES.keys()}
     return named.pop() if len(named) == 1 else None
 
 
-_SIDES = {"right": RIGHT_LUNG, "r": RIGHT_LUNG, "left": LEFT_LUNG, "l": LEFT_LUNG}
+_SIDES = {"right": RIGHT_LUNG, "r": RIGHT_LUNG, "left": LEFT_LUNG, "l": LEFT_LUNG, **LOBES}

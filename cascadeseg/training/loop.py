@@ -239,14 +239,17 @@ def _paused(log: Log) -> Iterator[None]:
 
 @contextmanager
 def _alone(output: Path, fabric: Any) -> Iterator[None]:
-    """Holds a run folder: another run that comes meanwhile is refused. However this one ends, the system lets go of it.
+    """Holds a run folder: another run that comes meanwhile is refused. However this one ends, the system lets go of it;
+    a folder that was made for it and stayed empty goes.
 
     Where there are no such locks (Windows, some network disks), nobody is refused.
     """
     with ExitStack() as held:
 
         def hold() -> None:
-            output.mkdir(parents=True, exist_ok=True)
+            if not output.exists():
+                output.mkdir(parents=True)
+                held.callback(_remove_if_empty, output)
             try:
                 fcntl = import_module("fcntl")
                 folder = os.open(output, os.O_RDONLY)
@@ -260,6 +263,11 @@ def _alone(output: Path, fabric: Any) -> Iterator[None]:
 
         agreed(fabric, lambda: hold() if fabric.is_global_zero else None)
         yield
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
 
 
 @contextmanager

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from cascadeseg.formats import read_labels, read_scan
 from cascadeseg.geometry import Grid
 from cascadeseg.labels import IGNORE, LEFT_LUNG, RIGHT_LUNG
 from cascadeseg.training.listing import Entry, Listing
+from cascadeseg.training.prefetch import WAIT_S
 
 GRID_TOLERANCE_MM = 0.1
 SMALLEST_LUNG_ML = 1.0
@@ -30,34 +31,50 @@ class Inspected:
         entry: which.
         sides: the data set's label numbers to ours, as pairs.
         digest: of its voxels, its labels, where both lie, and what the labels mean.
+        warnings: what was odd about its scan.
     """
 
     entry: Entry
     sides: tuple[tuple[int, int], ...]
     digest: str
+    warnings: tuple[str, ...] = ()
 
 
-def inspect(listed: Listing, sides: dict[int, int], problems: Sequence[str] = (), workers: int = 2) -> list[Inspected]:
-    """Reads every scan's header and every label map.
+def inspect(
+    listed: Listing,
+    sides: dict[int, int],
+    problems: Sequence[str] = (),
+    workers: int = 2,
+    stopped: Callable[[], None] = lambda: None,
+) -> list[Inspected]:
+    """Reads every scan and every label map.
 
     Args:
         listed: the data set.
         sides: its label numbers to ours.
         problems: what is known to be wrong already.
         workers: threads that read.
+        stopped: called while waiting for them; raises to end the wait.
 
     Raises:
         ExceptionGroup: of a `ConfigError` or `ScanError` for every problem there is.
     """
     errors: list[Exception] = [ConfigError("data.labels", problem) for problem in problems]
     errors += _repeated(listed)
-    with ThreadPoolExecutor(max(1, workers)) as pool:
-        found = list(pool.map(lambda entry: _examined(entry, None if problems else sides), listed.entries))
-    errors += [error for each, _ in found for error in each]
+    pool = ThreadPoolExecutor(max(1, workers))
+    try:
+        jobs = [pool.submit(_examined, entry, None if problems else sides) for entry in listed.entries]
+        while wait(jobs, WAIT_S).not_done:
+            stopped()
+        found = [job.result() for job in jobs]
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+    errors += [error for each, _, _ in found for error in each]
     if errors:
-        raise ExceptionGroup(f"{len(errors)} problems in the training data", errors)
+        count = "1 problem" if len(errors) == 1 else f"{len(errors)} problems"
+        raise ExceptionGroup(f"{count} in the training data", errors)
     pairs = tuple(sorted(sides.items()))
-    return [Inspected(entry, pairs, digest) for entry, (_, digest) in zip(listed.entries, found, strict=True)]
+    return [Inspected(entry, pairs, digest, odd) for entry, (_, digest, odd) in zip(listed.entries, found, strict=True)]
 
 
 def _repeated(listed: Listing) -> list[Exception]:
@@ -66,14 +83,14 @@ def _repeated(listed: Listing) -> list[Exception]:
     return [ConfigError("data.source", f"several cases are named {name}", "one name for each case") for name in again]
 
 
-def _examined(entry: Entry, sides: dict[int, int] | None) -> tuple[list[Exception], str]:
-    """What is wrong with one case, and its digest; label values are looked at only where they have a meaning."""
+def _examined(entry: Entry, sides: dict[int, int] | None) -> tuple[list[Exception], str, tuple[str, ...]]:
+    """What is wrong with one case, its digest, and what is odd; labels are looked at only where they have a meaning."""
     errors: list[Exception] = []
     state = hashlib.sha256(repr(sorted((sides or {}).items())).encode())
-    grid = _attempt(lambda: _scan_grid(entry.image, state), errors)
+    grid, warnings = _attempt(lambda: _scan_grid(entry.image, state), errors) or (None, ())
     read = _attempt(lambda: read_labels(entry.label), errors)
     if read is None:
-        return errors, ""
+        return errors, "", warnings
     labels, label_grid = read
     if grid is not None and not grid.matches(label_grid, GRID_TOLERANCE_MM):
         found = f"a grid of {_told(label_grid)}"
@@ -81,14 +98,14 @@ def _examined(entry: Entry, sides: dict[int, int] | None) -> tuple[list[Exceptio
     if sides is not None:
         errors += _label_problems(entry.label, labels, label_grid, sides)
     _add(state, labels, label_grid)
-    return errors, state.hexdigest()
+    return errors, state.hexdigest(), warnings
 
 
-def _scan_grid(path: Path, state: Any) -> Grid:
-    """A scan's grid; all that is read of it goes into the digest, and the scan itself is let go."""
+def _scan_grid(path: Path, state: Any) -> tuple[Grid, tuple[str, ...]]:
+    """A scan's grid and warnings; all that is read of it goes into the digest, and the scan itself is let go."""
     scan = read_scan(path)
     _add(state, scan.voxels, scan.grid, scan.slope, scan.intercept, scan.floor_hu)
-    return scan.grid
+    return scan.grid, scan.warnings
 
 
 def _add(state: Any, voxels: npt.NDArray[Any], grid: Grid, *more: object) -> None:
@@ -102,6 +119,8 @@ def _attempt(read: Any, errors: list[Exception]) -> Any:
     try:
         return read()
     except CascadesegError as error:
+        if "--volume" in error.remedy:  # which training does not have
+            error = ScanError(error.where, error.found, error.expected, "save the volume you mean as a 3D file")
         errors.append(error)
     return None
 

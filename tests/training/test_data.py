@@ -8,6 +8,7 @@ from dataclasses import replace
 from multiprocessing import active_children
 from multiprocessing.connection import wait
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 
 import numpy as np
@@ -29,13 +30,14 @@ from cascadeseg.geometry import Grid
 from cascadeseg.labels import BESIDE, IGNORE, LEFT_LUNG, LUNGS, RIGHT_LUNG
 from cascadeseg.network import View, load_model
 from cascadeseg.training import cache as caching
+from cascadeseg.training import preflight
 from cascadeseg.training.cache import CaseStore, predicts_boxes, recipe_digest
 from cascadeseg.training.cases import SyntheticPatient, imagined, labels_on, prepare, stage2_case
 from cascadeseg.training.config import LabelNames
 from cascadeseg.training.data import Data, patients_of
 from cascadeseg.training.listing import Entry, Listing, listing, sides
 from cascadeseg.training.loop import train
-from cascadeseg.training.prefetch import Prefetch, Stop
+from cascadeseg.training.prefetch import Prefetch, Stop, Stopped
 from cascadeseg.training.preflight import inspect
 from cascadeseg.training.state import Relief
 from tests.cascade.chest import Thresholder, chest_grid, dice, thresholding_segmenter, truth
@@ -112,6 +114,53 @@ def test_patients_are_never_split_and_the_split_is_kept(folder, tmp_path):
         patients_of(with_data(stage1(root), folds=2), tmp_path / "split.json")
 
 
+def with_folds(root: Path, folds: list[int], patients: list[object]) -> Path:
+    path = root / "folds.json"
+    given = zip(CASES, folds, patients, strict=True)
+    cases = [paths(name) | {"fold": fold, "patient": patient} for name, fold, patient in given]
+    path.write_text(json.dumps({"training": cases, "labels": _named(OURS)}))
+    return path
+
+
+def test_a_fold_that_no_case_has_is_refused_unless_nothing_is_validated(folder, tmp_path):
+    record = tmp_path / "split.json"
+    source = with_folds(shutil.copytree(folder, tmp_path / "set"), [1, 2, 3], ["a", "b", "c"])
+    words = r"^data\.fold: 0, which no case has; expected one of the data set's folds 1, 2, 3$"
+    with pytest.raises(ConfigError, match=words):
+        patients_of(stage1(source), record)
+    assert not record.exists()
+    assert len(patients_of(with_data(stage1(source), fold=2), record)[1]) == 1
+    training, held_out = patients_of(with_data(stage1(source), validation=0), record)
+    assert (len(training), len(held_out)) == (3, 0)
+    with pytest.raises(ConfigError, match=r"^data\.fold: 4, which no case has; expected .* folds 0, 1, 2$"):
+        patients_of(with_data(stage1(folder), folds=5, fold=4), record)
+
+
+def test_own_folds_must_not_part_a_patient(folder, tmp_path):
+    root = shutil.copytree(folder, tmp_path / "set")
+    with pytest.raises(ConfigError, match=r"^data\.source: several folds for patient 0; expected one fold for each"):
+        patients_of(stage1(with_folds(root, [0, 1, 1], [0, 0, "b"])), tmp_path / "split.json")
+    training, _ = patients_of(stage1(with_folds(root, [0, 0, 1], [0, 0, "b"])), tmp_path / "split.json")
+    assert [patient.case.entry.name for patient in training] == ["toy_2"]
+
+
+def test_a_run_goes_on_only_with_the_data_it_began_with(folder, tmp_path):
+    config = stage1(shutil.copytree(folder, tmp_path / "set"))
+    record = tmp_path / "split.json"
+    patients_of(config, record)
+    (tmp_path / "checkpoint.pt").touch()
+    patients_of(config, record)
+    _relabel(tmp_path / "set" / "imagesTr", tmp_path / "set" / "labelsTr", "toy_1", (0, 1, 255))
+    with pytest.raises(ConfigError) as caught:
+        patients_of(config, record)
+    found = "another scan, or other labels, than at first of toy_1; expected the same data as at first"
+    assert str(caught.value) == f"{record}: {found}; put it back, or begin anew elsewhere"
+    kept = json.loads(record.read_text())
+    del kept["digests"]  # as earlier versions wrote it
+    record.write_text(json.dumps(kept))
+    patients_of(config, record)
+
+
 def test_a_split_of_a_start_that_left_no_checkpoint_is_made_anew(folder, cache, tmp_path):
     record = tmp_path / "split.json"
     patients_of(with_data(stage1(folder), folds=2, fold=1), record)
@@ -134,12 +183,19 @@ def test_a_split_of_a_start_that_left_no_checkpoint_is_made_anew(folder, cache, 
         ("Lung_L", 2),
         ("RUL", 1),
         ("lll", 2),
+        ("Right upper lobe (RUL)", 1),
+        ("RUL_RML", 1),
         ("Trachea", 0),
         ("lung", None),
         ("lung_nodule_right", None),
         ("right", None),
         ("lung left right", None),
         ("infection", None),
+        ("RUL_tumor", None),
+        ("LLL_effusion", None),
+        ("not RUL", None),
+        ("left RUL", None),
+        ("pneumothorax_RUL", None),
     ],
 )
 def test_a_label_must_say_its_side(name, value):
@@ -153,6 +209,24 @@ def test_255_and_what_is_called_ignore_are_ignored_unless_named_otherwise():
     assert sides(Listing((), lungs), LabelNames()) == ({0: 0, 1: 1, 2: 2, 255: IGNORE}, [])
     assert sides(Listing((), lungs | {3: "ignore"}), LabelNames())[0][3] == IGNORE
     assert sides(Listing((), lungs | {255: "trachea"}), LabelNames())[0][255] == 0
+
+
+@pytest.mark.parametrize(
+    ("names", "wanted"),
+    [
+        ({0: "background"}, LabelNames(ignore=("background",))),
+        ({0: "background"}, LabelNames(ignore=("0",))),
+        ({}, LabelNames(ignore=("0",))),
+        ({0: "lung_right"}, LabelNames()),
+        ({0: "ignore"}, LabelNames()),
+    ],
+)
+def test_0_is_background_and_nothing_else(names, wanted):
+    lungs = {1: "lung_right", 2: "lung_left"}
+    (problem,) = sides(Listing((), lungs | names), wanted)[1]
+    assert problem.startswith(f"label 0 '{names.get(0, '')}': named as something else, but 0 is always background")
+    for name in ("background", "unlabelled"):
+        assert sides(Listing((), lungs | {0: name}), LabelNames(background=("0",)))[1] == []
 
 
 def test_a_recipe_says_what_a_name_does_not():
@@ -213,6 +287,59 @@ def test_ten_faults_are_told_in_one_go_and_nothing_is_started(tmp_path, capsys):
     assert not run.exists()
 
 
+def test_what_is_odd_about_scans_is_told_when_training_begins(folder, cache, tmp_path):
+    root = shutil.copytree(folder, tmp_path / "set")
+    image = root / "imagesTr" / "toy_1_0000.nii.gz"
+    scan = read_scan(image)
+    scan.voxels[:3] = -3024
+    write_scan(scan.voxels, scan.grid, image)
+    data = Data(with_data(stage1(root), cache=cache), tmp_path, prepares=False)
+    (warning,) = [line for line in data.warnings if line.startswith(f"{image}: warning: padding of -3024 HU")]
+    scans = sorted((root / "imagesTr").iterdir())
+    expected = [f"{path}: warning: {words}" for path in scans for words in read_scan(path).warnings]
+    assert sorted(data.warnings) == sorted(expected)
+    data.training = data.training[:0]
+    told: list[str] = []
+    data.prepare_first(told.append)
+    assert told == data.warnings
+    data.warnings = [warning] * 12
+    told.clear()
+    data.prepare_first(told.append)
+    assert told == [warning] * 10 + ["and 2 more warnings"]
+
+
+def test_of_a_4d_file_training_does_not_advise_what_it_has_no_option_for(folder, tmp_path):
+    root = shutil.copytree(folder, tmp_path / "set")
+    for path in (root / "imagesTr" / "toy_0_0000.nii.gz", root / "labelsTr" / "toy_1.nii.gz"):
+        image = SimpleITK.ReadImage(str(path))
+        SimpleITK.WriteImage(SimpleITK.JoinSeries([image, image]), str(path))
+    with pytest.raises(ExceptionGroup) as caught:
+        patients_of(stage1(root), tmp_path / "split.json")
+    for error in caught.value.exceptions:
+        assert "4 dimensions" in str(error)
+        assert str(error).endswith("; expected one 3D volume; save the volume you mean as a 3D file")
+    assert len(caught.value.exceptions) == 2
+
+
+def test_examining_a_data_set_is_ended_when_the_run_is_to_end(folder, tmp_path, monkeypatch):
+    ending, examined = Event(), []
+
+    def slow(entry, sides):
+        examined.append(entry.name)
+        ending.wait(60)
+        return [], "", ()
+
+    def stopped():
+        raise Stopped
+
+    monkeypatch.setattr(preflight, "_examined", slow)
+    with pytest.raises(Stopped):
+        Data(stage1(folder), tmp_path, stopped=stopped)
+    ending.set()
+    assert examined == ["toy_0"]
+    assert not (tmp_path / "split.json").exists()
+
+
 def _written(tmp_path: Path, spacing: tuple[float, float, float]) -> Path:
     write_case(tmp_path / "other", "other", spacing)
     return tmp_path / "other" / "labelsTr" / "other.nii.gz"
@@ -245,6 +372,55 @@ def test_what_is_no_data_set_is_refused_in_one_line(tmp_path, content):
         listing(tmp_path / "none")
     with pytest.raises(ConfigError, match=r"expected a folder with dataset.json"):
         listing(Path(__file__).parent)
+
+
+def test_a_description_may_begin_with_a_byte_order_mark(folder, tmp_path):
+    root = shutil.copytree(folder, tmp_path / "set")
+    for path in (root / "dataset.json", as_datalist(root)):
+        path.write_text(path.read_text(), encoding="utf-8-sig")
+        assert [entry.name for entry in listing(path).entries] == CASES
+
+
+def test_nnunets_first_version_lists_images_without_their_channel(folder, tmp_path):
+    root = shutil.copytree(folder, tmp_path / "set")
+    pairs = [{"image": f"./imagesTr/{name}.nii.gz", "label": f"./labelsTr/{name}.nii.gz"} for name in CASES]
+    write_dataset_json(root, modality={"0": "CT"}, training=pairs)
+    assert [(entry.name, entry.image) for entry in listing(root).entries] == [
+        (name, root / "imagesTr" / f"{name}_0000.nii.gz") for name in CASES
+    ]
+    (root / "imagesTr" / "toy_0_0000.nii.gz").rename(root / "imagesTr" / "toy_0.nii.gz")
+    assert listing(root).entries[0] == Entry(
+        "toy_0", root / "imagesTr" / "toy_0.nii.gz", root / "labelsTr" / "toy_0.nii.gz", "toy_0"
+    )
+
+
+@pytest.mark.parametrize("key", ["channel_names", "modality"])
+def test_of_several_channels_the_one_named_ct_is_taken(folder, tmp_path, key):
+    root = shutil.copytree(folder, tmp_path / "set")
+    for image in (root / "imagesTr").iterdir():
+        image.rename(image.with_name(image.name.replace("_0000", "_0001")))
+    expected = [(name, root / "imagesTr" / f"{name}_0001.nii.gz") for name in CASES]
+    about = {"labels": OURS, "file_ending": ".nii.gz", key: {"0": "PET", "1": "ct"}}
+    labels = [f"labelsTr/{name}.nii.gz" for name in CASES]
+    for images in (
+        None,
+        [f"imagesTr/{name}.nii.gz" for name in CASES],
+        [f"imagesTr/{name}_0001.nii.gz" for name in CASES],
+        [[f"imagesTr/{name}_000{channel}.nii.gz" for channel in (0, 1)] for name in CASES],
+    ):
+        if images:
+            pairs = zip(images, labels, strict=True)
+            about["training"] = [{"image": image, "label": label} for image, label in pairs]
+        (root / "dataset.json").write_text(json.dumps(about))
+        assert [(entry.name, entry.image) for entry in listing(root).entries] == expected
+    (root / "dataset.json").write_text(json.dumps(about | {"training": [{"image": ["a"], "label": "b"}]}))
+    with pytest.raises(ConfigError, match="not a description of a data set"):
+        listing(root)
+    (root / "dataset.json").write_text(json.dumps(about | {key: {"0": "PET", "1": "MR"}}))
+    with pytest.raises(ConfigError, match=r"dataset.json: channels PET, MR; expected one that is named CT$"):
+        listing(root)
+    (root / "dataset.json").write_text(json.dumps({"labels": OURS, "file_ending": ".nii.gz", key: {"0": "noNorm"}}))
+    assert listing(root).entries[0].image.name == "toy_0_0000.nii.gz"
 
 
 @pytest.mark.parametrize(

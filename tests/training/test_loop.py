@@ -374,7 +374,7 @@ def test_a_folder_in_which_another_run_is_at_work_is_refused(recipe, tmp_path, m
     assert run(recipe(), tmp_path, resume=True) == whole
 
 
-def test_a_run_without_time_to_look_at_its_data_says_so(recipe, tmp_path, monkeypatch, capsys):
+def test_a_run_without_time_to_look_at_its_data_says_so_and_leaves_nothing(recipe, tmp_path, monkeypatch, capsys):
     def slow(*_, stopped, **__):
         time.sleep(0.2)
         stopped()
@@ -383,7 +383,8 @@ def test_a_run_without_time_to_look_at_its_data_says_so(recipe, tmp_path, monkey
     (tmp_path / "recipe.toml").write_text(configs.dump(recipe()))
     command = ["train", "--stage", "1", "--config", str(tmp_path / "recipe.toml"), "--output", str(tmp_path / "run")]
     assert main([*command, "--device", "cpu", "--time-limit", "0.001"]) == 4
-    assert "stopped before the data were looked at; nothing is lost" in capsys.readouterr().out
+    assert "stopped before the first step; the same command begins anew" in capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("patch", [(4, 4, 4), (8, 4, 4)])
