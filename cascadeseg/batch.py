@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import os
 import signal
 import sys
@@ -350,10 +351,11 @@ def write_results(job: Job, result: Segmentation, seconds: dict[str, float]) -> 
 
 def summary(job: Job, result: Segmentation, seconds: dict[str, float]) -> str:
     """The line that tells a scan's result."""
+    memory = "" if math.isnan(result.peak_memory_mb) else f"peak {result.peak_memory_mb:,.0f} MB; "
     split = ", ".join(f"{step} {value:.1f}" for step, value in seconds.items())
     return (
         f"{job.scan}: {_volumes(result)}; {_verdict(result)}; {sum(seconds.values()):.1f} s ({split}); "
-        f"peak {result.peak_memory_mb:,.0f} MB; {job.labels}"
+        f"{memory}{job.labels}"
     )
 
 

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -624,6 +624,18 @@ def test_resume_goes_by_the_volume_and_the_series_that_are_asked_for(
         assert capsys.readouterr().out.endswith("1 of 1 scans are done already\n")
     refused(["infer", "4d.nii.gz", "-o", "4d.mha", "--resume"], "4d.nii.gz: 4 dimensions", "choose one with --volume N")
     refused(["infer", "ct", "-o", "ct.nrrd", "--resume"], "ct.nrrd: a mask of another scan (24 x 20 x 9 voxels, ")
+
+
+def test_a_system_that_does_not_tell_its_memory_gets_its_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = pipeline.Segmenter.segment
+    nowhere = {"peak_memory_mb": float("nan")}
+    monkeypatch.setattr(pipeline.Segmenter, "segment", lambda *a, **k: replace(whole(*a, **k), **nowhere))
+    assert run("infer", make_scan(tmp_path / "a.nii.gz"), "--report", "--csv", "all.csv") == 0
+    assert json.loads(Path("a_lungs.json").read_text())["peak_memory_mb"] is None
+    assert table(Path("all.csv"))[0]["peak_memory_mb"] == ""
+    assert "nan" not in capsys.readouterr().out
 
 
 def test_every_key_of_reports_and_tables_is_on_its_page(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import product
+from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +30,7 @@ from cascadeseg.cascade.merge import Labels, box_on, merge
 from cascadeseg.cascade.plan import Plan, plan
 from cascadeseg.cascade.refine import Refined, refine
 from cascadeseg.cascade.windowed import restored
-from cascadeseg.errors import DeviceError, ModelError, ScanError
+from cascadeseg.errors import ConfigError, DeviceError, ModelError, ScanError
 from cascadeseg.formats import read_scan, scan_of
 from cascadeseg.formats.scan import Before, Scan
 from cascadeseg.geometry import Box, Grid, canonical_view
@@ -87,7 +88,7 @@ class LungResult:
         return self.volume_ml > 0 and not self.touches and not self.cut
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Segmentation:
     """A segmented scan.
 
@@ -96,7 +97,7 @@ class Segmentation:
         scan: what was segmented.
         lungs: right and left, in the order of `labels.LUNGS`.
         seconds: by step, in order.
-        peak_memory_mb: the process's largest resident memory so far.
+        peak_memory_mb: the process's largest resident memory so far; NaN on Windows.
         warnings: what was odd about the scan or the result.
         device: where the networks ran; where memory ran out, the warnings tell what went on elsewhere.
         precision: ``fp32``, ``bf16`` or ``fp16``; the same holds.
@@ -148,10 +149,14 @@ class Segmenter:
             max_vram_gb: what it may take of a GPU.
 
         Raises:
+            ConfigError: a limit that is no number above 0.
             ModelError: the model cannot be read, or has no second stage.
             DeviceError: there is no such device, no such engine or precision on it, or no GPU whose memory to limit.
         """
         self.device = find_device(device)
+        for name, limit in (("max_memory_gb", max_memory_gb), ("max_vram_gb", max_vram_gb)):
+            if limit is not None and not (isinstance(limit, int | float | np.number) and 0 < limit < inf):
+                raise ConfigError(name, repr(limit), "a number of GB above 0, or None for no limit")
         if max_vram_gb is not None and self.device.type != "cuda":
             found = f"a limit for a GPU, on {self.device}"
             remedy = "leave it out; --max-memory limits the whole program"
@@ -194,7 +199,8 @@ class Segmenter:
         for engine in (self.locator, self.refiner):
             engine.begin(planned.streamed)
         self.refiner.largest_tile = planned.largest_tile
-        labels, traces = self._segment(scan.canonical(), scan, clock, planned)
+        with torch.autocast(self.device.type, enabled=False):  # whatever is on around the call
+            labels, traces = self._segment(scan.canonical(), scan, clock, planned)
         with clock.step("measure", 0.97):
             results = _results(scan, labels, traces, Calibration.of(self.model))
         clock.progress("done", 1.0)
@@ -268,6 +274,11 @@ class _Clock:
 
 
 def _as_scan(scan: Any, affine: Any, before: Before) -> Scan:
+    if affine is not None and isinstance(scan, Scan | str | Path):
+        where = scan.source if isinstance(scan, Scan) else scan
+        raise ScanError(
+            where, "an affine beside a scan that has its own", "an affine with an array only", "leave it out"
+        )
     if isinstance(scan, Scan):
         return scan
     if isinstance(scan, str | Path):

@@ -114,7 +114,7 @@ def resample_scan(scan: Scan, target: Grid, view: View, device: torch.device, *,
     wx = wx / view.scale_hu
     x, y = _used(wx), _used(wy)
     bands_x, bands_y, wz_there = bands(wx[:, x], device), bands(wy[:, y], device), wz.to(device)
-    image = torch.zeros(target.shape[::-1], device=device)
+    image = torch.zeros(target.shape[::-1], dtype=torch.float32, device=device)
 
     def fill(rows: slice) -> None:
         z = _used(wz[rows])
@@ -144,12 +144,13 @@ def _windowed(scan: Scan, box: Box, view: View, device: torch.device) -> Tensor:
     Integers go to a GPU as they are, half the bytes. In (Z, Y, X) order, because in NIfTI x runs fastest in memory.
     """
     voxels = scan.voxels[box.slices].T
-    if not (voxels.dtype.isnative and voxels.flags.writeable):  # torch refuses the one and warns of the other
+    whole_steps = all(step % voxels.itemsize == 0 for step in voxels.strides)  # not of one field of a record
+    if not (voxels.dtype.isnative and voxels.flags.writeable and whole_steps):  # torch refuses these, or warns
         voxels = voxels.astype(voxels.dtype.newbyteorder("="))
     stored = torch.from_numpy(voxels)
     if device.type == "mps":  # which lacks some integer types
         stored = stored.float()
-    hu = torch.empty(stored.shape, device=device).copy_(stored.to(device))
+    hu = torch.empty(stored.shape, dtype=torch.float32, device=device).copy_(stored.to(device))
     if scan.slope != 1:
         hu *= scan.slope
     hu += scan.intercept - view.low_hu

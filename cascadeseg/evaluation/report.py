@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
@@ -54,7 +55,7 @@ def report_json(result: Segmentation, outputs: Mapping[str, Path], seconds: Mapp
         "lungs": [_lung(lung) for lung in result.lungs],
         "seconds": {step: round(value, 3) for step, value in seconds.items()},
         "total_seconds": round(sum(seconds.values()), 3),
-        "peak_memory_mb": round(result.peak_memory_mb, 1),
+        "peak_memory_mb": _memory(result),
         "warnings": list(result.warnings),
         "outputs": {kind: str(path) for kind, path in outputs.items()},
     }
@@ -71,7 +72,7 @@ def result_row(scan: Path, mask: Path, result: Segmentation, seconds: Mapping[st
         "reasons": "; ".join(f"{lung.label.title}: {reason}" for lung in result.lungs for reason in lung.reasons),
         "warnings": "; ".join(result.warnings),
         "seconds": round(sum(seconds.values()), 3),
-        "peak_memory_mb": round(result.peak_memory_mb, 1),
+        "peak_memory_mb": _memory(result),
     }
     for lung in result.lungs:
         values = _lung(lung)
@@ -168,6 +169,11 @@ def _lung(lung: LungResult) -> dict[str, Any]:
         "reasons": list(lung.reasons),
         "signs": {name: _rounded(value) for name, value in asdict(lung.signs).items()} if lung.signs else None,
     }
+
+
+def _memory(result: Segmentation) -> float | None:
+    """MB; None where the system (Windows) does not tell."""
+    return round(result.peak_memory_mb, 1) if math.isfinite(result.peak_memory_mb) else None
 
 
 def _rounded(value: float | None) -> float | None:

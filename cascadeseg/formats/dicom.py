@@ -11,18 +11,15 @@ series reader (sorts, but neither chooses, nor sees gaps, nor reads zips); pydic
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pydicom
 
 from cascadeseg.errors import ScanError
 from cascadeseg.formats.dicom_files import (
@@ -32,6 +29,7 @@ from cascadeseg.formats.dicom_files import (
     Slice,
     Source,
     files_in,
+    lenient_dicom,
     looked_into,
     source_of,
     sources_of,
@@ -63,7 +61,7 @@ def read_dicom(path: Path, series: str | None = None, before: Before = nothing) 
         ScanError: there is no CT volume, not this series, or it cannot be read.
     """
     path = path.parent if path.name.upper() == DICOM_DIRECTORY and path.is_file() else path
-    with _lenient_pydicom(), sources_of(path) as sources:
+    with lenient_dicom(), sources_of(path) as sources:
         if not sources:
             raise ScanError(path, "an empty folder", "a folder of DICOM files")
         files = _looked_into(sources)
@@ -82,20 +80,6 @@ def read_dicom(path: Path, series: str | None = None, before: Before = nothing) 
         outline = _outline(stack, path, (*odd, *_lost(files, stack.series.uid), *others, *stack.warnings))
         before(outline)
         return replace(outline, voxels=_volume(stack, outline))
-
-
-@contextmanager
-def _lenient_pydicom() -> Iterator[None]:
-    """Values that break the standard's fine print (most archives hold some) raise and warn nothing meanwhile."""
-    settings = pydicom.config.settings
-    before = settings.reading_validation_mode
-    settings.reading_validation_mode = pydicom.config.IGNORE
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", module="pydicom")
-            yield
-    finally:
-        settings.reading_validation_mode = before
 
 
 def _looked_into(sources: Sequence[Source]) -> list[Found]:

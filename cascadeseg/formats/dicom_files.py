@@ -7,11 +7,13 @@ pass (`dicom_pixels`) reads nothing else.
 from __future__ import annotations
 
 import os
+import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import IO, Any
 
 import numpy as np
@@ -55,6 +57,37 @@ _TAGS = [
     ),
     *("SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence"),
 ]
+
+
+_LENIENCE = Lock()
+_lenient: list[ExitStack] = []
+
+
+@contextmanager
+def lenient_dicom() -> Iterator[None]:
+    """Values that break the standard's fine print (most archives hold some) raise and warn nothing meanwhile.
+
+    The settings are the whole process's: of several threads the first one changes them and the last one puts them back.
+    """
+    with _LENIENCE:
+        _lenient.append(_lenient[0] if _lenient else _made_lenient())
+    try:
+        yield
+    finally:
+        with _LENIENCE:
+            before = _lenient.pop()
+            if not _lenient:
+                before.close()
+
+
+def _made_lenient() -> ExitStack:
+    """What puts the settings back."""
+    before, settings = ExitStack(), pydicom.config.settings
+    before.enter_context(warnings.catch_warnings())
+    warnings.filterwarnings("ignore", module="pydicom|highdicom|cascadeseg")
+    before.callback(setattr, settings, "reading_validation_mode", settings.reading_validation_mode)
+    settings.reading_validation_mode = pydicom.config.IGNORE
+    return before
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ highdicom does it; dcmqi is a program beside, and pydicom alone knows no rules o
 
 from __future__ import annotations
 
-import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -21,6 +20,7 @@ from pydicom.valuerep import DA, TM
 
 from cascadeseg._version import __version__
 from cascadeseg.errors import ScanError
+from cascadeseg.formats.dicom_files import lenient_dicom
 from cascadeseg.formats.placement import LPS_TO_RAS
 from cascadeseg.formats.scan import DicomSeries
 from cascadeseg.geometry import Affine, Grid
@@ -209,8 +209,7 @@ def _described(label: Label, model: Mapping[str, str], highdicom: Any) -> Any:
 @contextmanager
 def _quiet_highdicom() -> Iterator[Any]:
     """highdicom, imported here as it takes 0.3 s; it warns of every patient whose name has no caret."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with lenient_dicom():
         import highdicom
 
         yield highdicom

@@ -104,14 +104,27 @@ def scan_of_image(image: Any, source: str) -> Scan:
     if raw.dtype.kind not in "iuf" or raw.dtype.itemsize > 8:
         raise ScanError(source, f"voxels of type {raw.dtype}", "one number per voxel, in HU")
     voxels = raw.reshape((*shape, -1), order="F")[..., index]
-    grid, warnings = checked_grid(shape, np.asarray(image.affine), source)
-    native = None
-    if isinstance(image.header, nibabel.Nifti1Header):
-        native = image.header.copy()
-        if native["sform_code"] <= 0 and native["qform_code"] <= 0:
-            warnings = (*warnings, _NO_FORM)
+    affine, native, odd = _image_affine(image, shape, source)
+    grid, warnings = checked_grid(shape, affine, source)
     voxels = voxels.astype(raw.dtype.newbyteorder("="), copy=False)
-    return Scan(voxels, grid, slope, intercept, source, native, warnings)
+    return Scan(voxels, grid, slope, intercept, source, native, (*odd, *warnings))
+
+
+def _image_affine(image: Any, shape: tuple[int, ...], source: str) -> tuple[Affine, Any, tuple[str, ...]]:
+    """A nibabel image's affine, the header that masks get (None where it is not NIfTI's), and what was odd.
+
+    The header decides as in a file, unless the image's affine has been changed since; then that does, and goes into the
+    header as when nibabel saves the image.
+    """
+    if not isinstance(image.header, nibabel.Nifti1Header):
+        return np.asarray(image.affine), None, ()
+    header = image.header.copy()
+    if image.affine is None or np.allclose(header.get_best_affine(), image.affine):
+        affine, odd = form_affine(header, shape, source)
+        return affine, header, odd
+    header.set_sform(image.affine, code="aligned")
+    header.set_qform(image.affine, code="unknown")
+    return np.asarray(image.affine), header, ()
 
 
 def volume_shape(dims: tuple[int, ...], volume: int | None, where: object) -> tuple[tuple[int, int, int], int]:

@@ -43,7 +43,7 @@ def read_scan(
         _check_size(outline)
         before(outline)
 
-    return audit(_read(Path(path), series, volume, checked))
+    return audit(_read(_named(path), series, volume, checked))
 
 
 class _HeaderRead(BaseException):
@@ -69,7 +69,7 @@ def read_labels(path: str | Path) -> tuple[npt.NDArray[Any], Grid]:
     Raises:
         ScanError: the path is not one readable 3D volume of whole numbers.
     """
-    scan = _read(Path(path), None, None, nothing, is_labels=True)
+    scan = _read(_named(path), None, None, nothing, is_labels=True)
     labels = scan.voxels
     if (scan.slope, scan.intercept) != (1.0, 0.0) or labels.dtype.kind == "f":
         values = labels.astype(np.float32) * np.float32(scan.slope) + np.float32(scan.intercept)
@@ -91,6 +91,10 @@ def scan_of(image: Any, affine: npt.ArrayLike | None = None, *, source: str = "a
         ScanError: it is not one 3D volume, or its affine cannot be a voxel grid's.
     """
     kind = type(image).__module__.partition(".")[0]
+    if affine is not None and (kind == "SimpleITK" or hasattr(image, "dataobj")):
+        raise ScanError(
+            source, "an affine beside an image that has its own", "an affine with an array only", "leave it out"
+        )
     if kind == "SimpleITK":
         from cascadeseg.formats.itk import scan_of_image
 
@@ -111,12 +115,22 @@ def _scan_of_array(array: npt.NDArray[Any], affine: npt.ArrayLike | None, source
     matrix: Affine = np.asarray(affine, dtype=np.float64)
     if matrix.shape != (4, 4):
         raise ScanError(source, f"an affine of shape {matrix.shape}", "4 x 4, voxel index to RAS+ mm")
+    if not np.allclose(matrix[3], (0, 0, 0, 1)):
+        found = f"an affine whose last row is {' '.join(f'{value:g}' for value in matrix[3])}"
+        raise ScanError(source, found, "0 0 0 1", "turn it round if it is transposed")
     if array.ndim != 3 or array.dtype.kind not in "iuf" or array.dtype.itemsize > 8:
         found = f"an array of {array.ndim} dimensions {array.shape} of {array.dtype.name}"
         raise ScanError(source, found, "3 dimensions (X, Y, Z) of whole or floating-point numbers")
     grid, warnings = checked_grid(array.shape, matrix, source)
     native_order = array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
     return Scan(native_order, grid, source=source, warnings=warnings)
+
+
+def _named(path: str | Path) -> Path:
+    """An empty name would be the current folder, and whatever lies there."""
+    if not str(path):
+        raise ScanError("''", "an empty name", "a file or a folder")
+    return Path(path)
 
 
 def _read(path: Path, series: str | None, volume: int | None, before: Before, *, is_labels: bool = False) -> Scan:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from cascadeseg.geometry import Box, Grid, Shape, canonical_view
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Scan:
     """A CT volume in its own integer type: no float copy of a whole scan is ever made.
 

@@ -158,6 +158,8 @@ def load_model(folder: str | Path | None = None) -> Model:
         ModelError: a file is missing or damaged, the weights are not those that the description names, or its
             labels are not ours.
     """
+    if folder == "":  # to Path it is the current folder
+        raise ModelError("''", "an empty name", "a model folder, or None for the shipped model")
     folder = shipped_model() if folder is None else Path(folder)
     description = _description(folder)
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -49,6 +50,8 @@ else:
 
 Node = Any
 _HINTS = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
+_BUSY = Lock()
+"""Held while a compiled model works: none may give memory back meanwhile, and each takes all processors anyway."""
 
 
 class OpenVinoEngine:
@@ -113,11 +116,12 @@ class _OpenVinoParts:
 def _infer(compiled: Any, *inputs: Tensor) -> list[Tensor]:
     """(C, X, Y, Z) each to (K, X, Y, Z) float32 each."""
     # A request of its own each time: kept, it would hold on to the memory of the largest one.
-    request = compiled.create_infer_request()
-    request.infer([x[None].float().contiguous().numpy() for x in inputs], share_inputs=True)
-    outputs = [torch.from_numpy(request.get_output_tensor(n).data.copy())[0] for n in range(len(compiled.outputs))]
-    del request
-    compiled.release_memory()  # of the activations, which the other parts could not use
+    with _BUSY:
+        request = compiled.create_infer_request()
+        request.infer([x[None].float().contiguous().numpy() for x in inputs], share_inputs=True)
+        outputs = [torch.from_numpy(request.get_output_tensor(n).data.copy())[0] for n in range(len(compiled.outputs))]
+        del request
+        compiled.release_memory()  # of the activations, which the other parts could not use
     return outputs
 
 

@@ -9,7 +9,7 @@ import torch
 
 from cascadeseg.cascade.locate import coarse_grid
 from cascadeseg.cascade.pipeline import Segmenter
-from cascadeseg.errors import DeviceError, ModelError, ScanError
+from cascadeseg.errors import ConfigError, DeviceError, ModelError, ScanError
 from cascadeseg.geometry import Box, Grid, canonical_view
 from cascadeseg.labels import LUNGS
 from cascadeseg.network.model import Stage, View
@@ -171,6 +171,49 @@ def test_a_lung_larger_than_any_is_refused_before_anything_is_done_about_it(monk
     ):
         segmenter.segment(giant)
     assert segmenter.refiner.shapes == []
+
+
+@pytest.mark.parametrize("around", ["float64 by default", "autocast"])
+def test_what_torch_is_set_to_around_a_call_changes_nothing(around):
+    scan = chest(chest_grid((3.0, 3.0, 4.0)))
+    expected = thresholding_segmenter().segment(scan).labels
+    segmenter = thresholding_segmenter()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64 if around == "float64 by default" else before)
+    try:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=around == "autocast"):
+            labels = segmenter.segment(scan).labels
+    finally:
+        torch.set_default_dtype(before)
+    assert np.array_equal(labels, expected)
+
+
+def test_a_field_of_records_is_a_scan():
+    scan = chest(chest_grid((3.0, 3.0, 4.0)))
+    records = np.zeros(scan.voxels.shape, [("flag", "u1"), ("hu", scan.voxels.dtype)])
+    records["hu"] = scan.voxels
+    labels = thresholding_segmenter().segment(records["hu"], scan.grid.affine).labels
+    assert np.array_equal(labels, thresholding_segmenter().segment(scan).labels)
+
+
+def test_an_affine_beside_a_scan_that_has_its_own_is_refused():
+    scan = chest(chest_grid())
+    with pytest.raises(ScanError, match="an affine beside a scan that has its own"):
+        thresholding_segmenter().segment(scan, np.eye(4))
+
+
+@pytest.mark.parametrize("limit", [0, -1, float("nan"), float("inf"), "2"])
+def test_a_limit_that_is_none_is_refused_at_once(limit):
+    with pytest.raises(ConfigError, match=r"max_memory_gb: .*; expected a number of GB above 0, or None"):
+        Segmenter(tiny_model(), device="cpu", max_memory_gb=limit)
+
+
+def test_results_can_be_compared():
+    scan = chest(chest_grid())
+    result = thresholding_segmenter().segment(scan)
+    assert result in [result]
+    assert result != replace(result)
+    assert len({result, scan}) == 2
 
 
 def test_an_array_with_its_affine_is_a_scan():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pydicom
 import pytest
 import SimpleITK
 from pydicom import FileDataset, dcmread
@@ -28,6 +30,7 @@ from pydicom.uid import (
 
 from cascadeseg.errors import ScanError
 from cascadeseg.formats import Scan, dicom_pixels, find_scans, read_scan, scan_of, write_labels
+from cascadeseg.formats.dicom_files import lenient_dicom
 from cascadeseg.formats.scan import DicomSeries
 from cascadeseg.geometry import Box, Grid
 from tests.formats.dicom_series import write_enhanced, write_series
@@ -536,3 +539,17 @@ def test_links_to_studies_are_followed_once(tmp_path: Path) -> None:
     (tmp_path / "scans" / "p1" / "back").symlink_to(tmp_path / "scans")
     (tmp_path / "scans" / "p1" / "all").symlink_to(tmp_path)
     assert find_scans(tmp_path / "scans") == [tmp_path / "scans" / name for name in ("p1", "p2")]
+
+
+def test_several_readers_at_a_time_leave_the_processs_settings_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = pydicom.config.settings
+    monkeypatch.setattr(settings, "reading_validation_mode", pydicom.config.RAISE)
+    filters = list(warnings.filters)
+    first, second = lenient_dicom(), lenient_dicom()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert settings.reading_validation_mode == pydicom.config.IGNORE, "the second still reads"
+    second.__exit__(None, None, None)
+    assert settings.reading_validation_mode == pydicom.config.RAISE
+    assert warnings.filters == filters

@@ -9,6 +9,7 @@ import tracemalloc
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import nibabel
 import numpy as np
@@ -20,6 +21,7 @@ from cascadeseg.formats import memory as memory_of_the_machine
 from cascadeseg.formats import read_labels, read_scan, scan_of, write_scan
 from cascadeseg.formats.metaimage import checked_header
 from cascadeseg.formats.packed import unpacked_volume
+from tests.formats.dicom_series import write_series
 from tests.formats.test_itk import itk_image
 from tests.formats.test_nifti import saved
 from tests.formats.volumes import SHAPE, affine_of, ct_values, oblique_grid
@@ -376,6 +378,25 @@ def test_arrays_that_are_no_scan() -> None:
     sheared[0, 1] = 0.4
     with pytest.raises(ScanError, match="sheared axes"):
         scan_of(ct_values(), sheared)
+
+
+def test_an_affine_that_cannot_be_meant() -> None:
+    with pytest.raises(ScanError, match=r"an affine whose last row is -?\d.*; expected 0 0 0 1; turn it round"):
+        scan_of(ct_values(), oblique_grid().affine.T)
+    image = nibabel.Nifti1Image(ct_values(), affine_of())
+    for one in (image, SimpleITK.GetImageFromArray(ct_values())):
+        with pytest.raises(
+            ScanError, match="an affine beside an image that has its own; expected an affine with an arr"
+        ):
+            scan_of(one, np.eye(4))
+
+
+@pytest.mark.parametrize("read", [read_scan, read_labels])
+def test_an_empty_name_is_not_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Any) -> None:
+    write_series(tmp_path, ct_values(), oblique_grid())
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ScanError, match="'': an empty name; expected a file or a folder"):
+        read("")
 
 
 def test_series_of_a_nifti_file(tmp_path: Path) -> None:

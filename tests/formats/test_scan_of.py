@@ -58,3 +58,42 @@ def test_importing_formats_loads_no_library_of_formats() -> None:
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert said.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("change", ["affine", "header"])
+def test_a_nibabel_image_that_was_moved_gets_its_mask_where_it_is(tmp_path: Path, change: str) -> None:
+    image = nibabel.Nifti1Image(ct_values(), affine_of())
+    moved = oblique_grid().affine
+    if change == "affine":
+        image.affine[...] = moved
+    else:
+        image.header.set_sform(affine_of() + 7, code=1)
+        image.affine[...] = moved
+    scan = scan_of(image)
+    write_labels(np.ones(SHAPE, np.uint8), tmp_path / "mask.nii.gz", scan)
+    assert np.allclose(scan.grid.affine, moved)
+    assert np.allclose(nibabel.load(tmp_path / "mask.nii.gz").affine, moved, atol=1e-4)
+
+
+@pytest.mark.parametrize("odd", ["forms apart", "sheared sform", "metres"])
+def test_a_nibabel_image_is_judged_as_its_file_is(tmp_path: Path, odd: str) -> None:
+    image = nibabel.Nifti1Image(ct_values(), affine_of())
+    image.header.set_xyzt_units("mm")
+    image.set_qform(affine_of(), code=1)
+    if odd == "forms apart":
+        away = affine_of()
+        away[:3, 3] += 90
+        image.set_sform(away, code=1)
+    if odd == "sheared sform":
+        sheared = affine_of()
+        sheared[0, 1] += 2.0
+        image.set_sform(sheared, code=1)
+    if odd == "metres":
+        for form in (image.set_sform, image.set_qform):
+            form(np.diag([0.001, 0.001, 0.001, 1.0]) @ affine_of(), code=1)
+        image.header.set_xyzt_units("meter")
+    nibabel.save(image, tmp_path / "scan.nii.gz")
+    read, taken = read_scan(tmp_path / "scan.nii.gz"), scan_of(nibabel.load(tmp_path / "scan.nii.gz"))
+    assert taken.grid.matches(read.grid)
+    assert taken.warnings == read.warnings
+    assert (odd == "metres") == (not read.warnings)

@@ -228,6 +228,11 @@ def test_a_model_is_the_same_after_writing_and_reading(tmp_path):
     assert torch.equal(read.refiner.network().eval()(image), saved.refiner.network().eval()(image))
 
 
+def test_an_empty_name_is_no_model_folder():
+    with pytest.raises(ModelError, match="'': an empty name; expected a model folder, or None for the shipped model"):
+        load_model("")
+
+
 def test_a_model_without_second_stage_is_kept_as_such(tmp_path):
     save_model(replace(model(), refiner=None), tmp_path)
     assert load_model(tmp_path).refiner is None
