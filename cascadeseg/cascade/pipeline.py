@@ -31,7 +31,7 @@ from cascadeseg.cascade.plan import Plan, plan
 from cascadeseg.cascade.refine import Refined, refine
 from cascadeseg.cascade.windowed import restored
 from cascadeseg.errors import ConfigError, DeviceError, ModelError, ScanError
-from cascadeseg.formats import read_scan, scan_of
+from cascadeseg.formats import has_its_own_affine, read_scan, scan_of
 from cascadeseg.formats.scan import Before, Scan
 from cascadeseg.geometry import Box, Grid, canonical_view
 from cascadeseg.labels import LUNGS, Label
@@ -275,10 +275,7 @@ class _Clock:
 
 def _as_scan(scan: Any, affine: Any, before: Before) -> Scan:
     if affine is not None and isinstance(scan, Scan | str | Path):
-        where = scan.source if isinstance(scan, Scan) else scan
-        raise ScanError(
-            where, "an affine beside a scan that has its own", "an affine with an array only", "leave it out"
-        )
+        raise has_its_own_affine(scan.source if isinstance(scan, Scan) else scan)
     if isinstance(scan, Scan):
         return scan
     if isinstance(scan, str | Path):

@@ -10,7 +10,7 @@ from cascadeseg.formats.names import (
     stem_of,
     suffix_of,
 )
-from cascadeseg.formats.read import read_labels, read_outline, read_scan, scan_of
+from cascadeseg.formats.read import has_its_own_affine, read_labels, read_outline, read_scan, scan_of
 from cascadeseg.formats.scan import Scan
 from cascadeseg.formats.write import check_writable, not_of_dicom, write_labels, write_scan
 
@@ -22,6 +22,7 @@ __all__ = [
     "Scan",
     "check_writable",
     "find_scans",
+    "has_its_own_affine",
     "is_not_dicom",
     "not_of_dicom",
     "read_labels",

@@ -61,6 +61,7 @@ _TAGS = [
 
 _LENIENCE = Lock()
 _lenient: list[ExitStack] = []
+"""For each block at work what puts the settings back: one for them all."""
 
 
 @contextmanager

@@ -92,9 +92,7 @@ def scan_of(image: Any, affine: npt.ArrayLike | None = None, *, source: str = "a
     """
     kind = type(image).__module__.partition(".")[0]
     if affine is not None and (kind == "SimpleITK" or hasattr(image, "dataobj")):
-        raise ScanError(
-            source, "an affine beside an image that has its own", "an affine with an array only", "leave it out"
-        )
+        raise has_its_own_affine(source)
     if kind == "SimpleITK":
         from cascadeseg.formats.itk import scan_of_image
 
@@ -107,6 +105,11 @@ def scan_of(image: Any, affine: npt.ArrayLike | None = None, *, source: str = "a
         scan = _scan_of_array(np.asarray(image), affine, source)
     _check_size(scan)
     return audit(scan)
+
+
+def has_its_own_affine(source: object) -> ScanError:
+    """What is wrong with an affine that is given beside a scan."""
+    return ScanError(source, "an affine beside a scan that has its own", "an affine with an array only", "leave it out")
 
 
 def _scan_of_array(array: npt.NDArray[Any], affine: npt.ArrayLike | None, source: str) -> Scan:

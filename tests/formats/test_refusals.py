@@ -386,7 +386,7 @@ def test_an_affine_that_cannot_be_meant() -> None:
     image = nibabel.Nifti1Image(ct_values(), affine_of())
     for one in (image, SimpleITK.GetImageFromArray(ct_values())):
         with pytest.raises(
-            ScanError, match="an affine beside an image that has its own; expected an affine with an arr"
+            ScanError, match="an affine beside a scan that has its own; expected an affine with an array"
         ):
             scan_of(one, np.eye(4))
 
