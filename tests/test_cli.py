@@ -1231,6 +1231,9 @@ def test_evaluate_refuses_in_one_line(tmp_path: Path, refused: Refused) -> None:
         Path(name).write_bytes(bytes(128) + b"DICM")
         refused(["evaluate", name, mask], f"{name}: DICOM; expected a label map in one of .nii.gz")
     refused(["evaluate", "no.dcm", mask], "no.dcm: no such file or folder")
+    nifti("4d.nii.gz", np.zeros((4, 4, 4, 2), np.uint8))
+    for pair in (["4d.nii.gz", mask], [mask, "4d.nii.gz"]):
+        refused(["evaluate", *pair], "4d.nii.gz: 4 dimensions (4, 4, 4, 2); ", "or save it as a 3D file")
     refused(["evaluate", mask, other], "a_lungs.nii.gz: 24 x 20 x 16 voxels, not on the grid of")
     refused(["evaluate", mask, scan], "a.nii.gz: label -1000; expected 0 background, 1 right lung, 2 left lung")
     refused(["evaluate", mask, mask, "--csv", "no/s.csv"], "the folder no does not exist")

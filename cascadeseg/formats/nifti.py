@@ -143,7 +143,8 @@ def volume_shape(dims: tuple[int, ...], volume: int | None, where: object) -> tu
     x, y, z, *rest = dims
     count = prod(rest)
     if volume is None and count > 1:
-        raise ScanError(where, named, "one 3D volume", "choose one with --volume N")
+        remedy = "choose one with --volume N (infer, check), or save it as a 3D file"
+        raise ScanError(where, named, "one 3D volume", remedy)
     if volume is not None and not 0 <= volume < count:
         raise ScanError(where, f"no volume {volume}", f"0 to {count - 1}" if count > 1 else "0, the only one")
     return (x, y, z), volume or 0

@@ -119,8 +119,6 @@ def _attempt(read: Any, errors: list[Exception]) -> Any:
     try:
         return read()
     except CascadesegError as error:
-        if "--volume" in error.remedy:  # which training does not have
-            error = ScanError(error.where, error.found, error.expected, "save the volume you mean as a 3D file")
         errors.append(error)
     return None
 

@@ -308,7 +308,7 @@ def test_what_is_odd_about_scans_is_told_when_training_begins(folder, cache, tmp
     assert told == [warning] * 10 + ["and 2 more warnings"]
 
 
-def test_of_a_4d_file_training_does_not_advise_what_it_has_no_option_for(folder, tmp_path):
+def test_of_a_4d_file_training_is_told_more_than_an_option_it_does_not_have(folder, tmp_path):
     root = shutil.copytree(folder, tmp_path / "set")
     for path in (root / "imagesTr" / "toy_0_0000.nii.gz", root / "labelsTr" / "toy_1.nii.gz"):
         image = SimpleITK.ReadImage(str(path))
@@ -317,7 +317,7 @@ def test_of_a_4d_file_training_does_not_advise_what_it_has_no_option_for(folder,
         patients_of(stage1(root), tmp_path / "split.json")
     for error in caught.value.exceptions:
         assert "4 dimensions" in str(error)
-        assert str(error).endswith("; expected one 3D volume; save the volume you mean as a 3D file")
+        assert str(error).endswith("choose one with --volume N (infer, check), or save it as a 3D file")
     assert len(caught.value.exceptions) == 2
 
 
