@@ -18,6 +18,9 @@ DICOM_SUFFIXES = (".dcm", ".ima")
 SCAN_SUFFIXES = (*MASK_SUFFIXES, ".nhdr", ".hdr", *DICOM_SUFFIXES, ".zip")
 """What `read_scan` reads by name (a DICOM file may have any other name; a series may be a folder)."""
 
+VOXELS_SUFFIX = ".img"
+"""Of the other file of a ``.hdr``, which is read as well; not looked for, as the two are one scan."""
+
 MASK_ENDINGS = ("_lungs", "_ref", "_mask", "_seg", "_label", "_labels")
 """How the name of a mask beside its scan ends, before the suffix: `find_scans` passes over these."""
 
@@ -33,7 +36,7 @@ def stem_of(path: str | Path) -> str:
     """The file's (or folder's) name without its scan suffix: ``scan.v2.nii.gz`` gives ``scan.v2``."""
     name = Path(path).name
     suffix = suffix_of(name)
-    return name[: -len(suffix)] if suffix in SCAN_SUFFIXES else name
+    return name[: -len(suffix)] if suffix in (*SCAN_SUFFIXES, VOXELS_SUFFIX) else name
 
 
 def is_not_dicom(path: str | Path) -> bool:

@@ -87,6 +87,8 @@ def test_what_cannot_be_looked_into_is_listed_and_says_so(tmp_path: Path, monkey
         ("scan.nii.gz", "scan", ".nii.gz"),
         ("scan.v2.NII.GZ", "scan.v2", ".nii.gz"),
         ("scan.nii", "scan", ".nii"),
+        ("pair.hdr", "pair", ".hdr"),
+        ("pair.IMG", "pair", ".img"),
         ("Müller 1.mha", "Müller 1", ".mha"),
         ("1.2.840.113", "1.2.840.113", ".113"),
         ("folder", "folder", ""),
