@@ -93,8 +93,10 @@ def pictured(scan: Scan, labels: Labels, low_hu: float, high_hu: float) -> Case:
 
 
 def cut(scan: Scan, labels: Labels, axis: int, low: float, high: float) -> Case:
-    """A field of view that lacks a share of the lungs' extent at the low or the high end of an axis."""
+    """A field of view that lacks a share of the lungs' extent at the low or the high end of an axis; none without."""
     place = np.flatnonzero(np.isin(labels, [lung.value for lung in LUNGS]).any(tuple({0, 1, 2} - {axis})))
+    if not place.size:
+        return nothing_of(scan, labels)
     first, extent = int(place[0]), int(place[-1] - place[0]) + 1
     start, stop = [0, 0, 0], list(scan.grid.shape)
     if low:
@@ -129,6 +131,12 @@ def mirrored(scan: Scan, labels: Labels) -> Case:
     return changed(scan, scan.hu()[::-1]), other[::-1]
 
 
+def nothing_of(scan: Scan, labels: Labels) -> Case:
+    """No voxels: of this scan there is no such case."""
+    none = Box.whole((0, 0, 0))
+    return changed(scan, scan.hu(none)), labels[none.slices]
+
+
 def every_other_slice(scan: Scan, labels: Labels) -> Case:
     """Slices left out, the header telling so."""
     x, y, z = scan.grid.spacing_mm
@@ -136,13 +144,15 @@ def every_other_slice(scan: Scan, labels: Labels) -> Case:
 
 
 def without_lungs(scan: Scan, labels: Labels, above: bool) -> Case:
-    """The slices above or below the lungs; none at all where they are thinner than `THINNEST_MM`."""
+    """The slices above or below the lungs; none at all where they are thinner than `THINNEST_MM`, or without lungs."""
     place = np.flatnonzero(labels.any((0, 1)))
+    if not place.size:
+        return nothing_of(scan, labels)
     beside = round(BESIDE_MM / scan.grid.spacing_mm[2])
     x, y, z = scan.grid.shape
     low, high = (int(place[-1]) + 1 + beside, z) if above else (0, int(place[0]) - beside)
     if (high - low) * scan.grid.spacing_mm[2] < THINNEST_MM:
-        low = high = 0
+        return nothing_of(scan, labels)
     box = Box((0, 0, low), (x, y, high))
     return changed(scan, scan.hu(box)), labels[box.slices]
 

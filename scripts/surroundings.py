@@ -78,11 +78,12 @@ def main() -> None:
 
 
 def real(folder: Path) -> Iterator[tuple[Scan, Labels]]:
-    """Scans with a reference, and their labels, canonical; what the reference ignores is of no lung, or of both."""
+    """Scans whose references have both lungs, and these, canonical; what they ignore is of no lung, or of both."""
     for path in scans_of(folder):
         if reference_of(path).exists():
             labels, grid = read_labels(reference_of(path))
-            yield read_scan(path).canonical(), np.asarray(canonical_view(labels, grid))
+            if all((labels == n).any() for n in (1, 2)):
+                yield read_scan(path).canonical(), np.asarray(canonical_view(labels, grid))
 
 
 def synthetic(preset: str, seeds: Iterable[int]) -> Iterator[tuple[Scan, Labels]]:

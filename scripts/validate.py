@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -23,7 +24,7 @@ import SimpleITK
 from cascadeseg import Segmenter, write_labels
 from cascadeseg.errors import ScanError
 from cascadeseg.evaluation.cases import GRID_TOLERANCE_MM
-from cascadeseg.evaluation.metrics import LungScores, evaluate
+from cascadeseg.evaluation.metrics import LungScores, bounding_box, evaluate
 from cascadeseg.evaluation.preview import preview_png
 from cascadeseg.formats import read_labels
 from cascadeseg.formats.scan import Scan
@@ -53,7 +54,7 @@ def validated(model: str | Path | None, scans: Path, output: Path, device: str =
     output.mkdir(parents=True, exist_ok=True)
     segmenter = Segmenter(model, device=device)
     cases = [score(segmenter, path, output) for path in scans_of(scans)]
-    (output / "scores.json").write_text(json.dumps(cases, indent=2) + "\n")
+    (output / "scores.json").write_text(json.dumps(defined(cases), indent=2, allow_nan=False) + "\n")
     (output / "errors.md").write_text(errors_as_markdown(cases))
     table = as_markdown(cases)
     (output / "scores.md").write_text(table)
@@ -110,23 +111,31 @@ def far_surfaces(scan: Scan, labels: np.ndarray, reference: np.ndarray) -> dict[
     Voxels are counted and not areas, so that the sum is near what the NSD at 2 mm lacks, and not equal to it.
     """
     surfaces = {"mask": surface_of(of_lungs(labels)), "reference": surface_of(of_lungs(reference))}
-    known = reference != IGNORE
-    count = sum(np.count_nonzero(surface & known) for surface in surfaces.values())
+    counted = reference != IGNORE
+    count = max(1, sum(np.count_nonzero(surface & counted) for surface in surfaces.values()))
     where = places(canonical_view(of_lungs(reference), scan.grid))
     shares = {}
     for name, other in (("mask", "reference"), ("reference", "mask")):
         away = np.abs(distance_mm(surfaces[other], scan.grid.spacing_mm)) > FAR_MM
-        far = surfaces[name] & known & away
+        far = surfaces[name] & counted & away
         far = canonical_view(far, scan.grid)
         shares[name] = {place: float(100 * np.count_nonzero(far & here) / count) for place, here in where.items()}
     return shares
 
 
 def places(lungs: np.ndarray) -> dict[str, np.ndarray]:
-    """Parts of a canonical volume, by where the lungs lie in it: lowest third, around the hila, and what is left."""
-    spans = [np.flatnonzero(lungs.any(axis=tuple({0, 1, 2} - {axis}))) for axis in range(3)]
+    """Parts of a canonical volume, by where the lungs lie in it: lowest third, around the hila, and what is left.
+
+    Where there is no lung, all is elsewhere.
+    """
+    box = bounding_box(lungs)
+    if box is None:
+        nowhere = np.zeros(lungs.shape, bool)
+        return {"base": nowhere, "hila": nowhere, "elsewhere": ~nowhere}
     x, y, z = np.ogrid[tuple(slice(0, n) for n in lungs.shape)]
-    across, front, up = ((at - span[0]) / (span[-1] - span[0]) for at, span in zip((x, y, z), spans, strict=True))
+    across, front, up = (
+        (at - low) / max(1, high - 1 - low) for at, low, high in zip((x, y, z), box.start, box.stop, strict=True)
+    )
     base = np.broadcast_to(up < 0.3, lungs.shape)
     hila = ~base & (up < 0.7) & (np.abs(across - 0.5) < 0.2) & (front > 0.2) & (front < 0.75)
     return {"base": base, "hila": hila, "elsewhere": ~base & ~hila}
@@ -173,8 +182,17 @@ def plain(scores: LungScores) -> dict[str, float]:
     return values | {"volume_error_percent": scores.volume_error_percent}
 
 
+def defined(value: Any) -> Any:
+    """What JSON can hold: what is undefined or infinite, as distances to a lung that is not there, is null."""
+    if isinstance(value, dict):
+        return {key: defined(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [defined(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def as_markdown(cases: list[dict[str, Any]]) -> str:
-    """A row a scan, right / left, and mean and worst of all lungs."""
+    """A row a scan, right / left, and mean and worst of all lungs, of what is defined (see `LungScores`)."""
     lines = [f"| scan | {' | '.join(COLUMNS.values())} | volume error % | verdict |", "|---" * (len(COLUMNS) + 3) + "|"]
     every = [lung for case in cases for lung in case.get("lungs", [])]
     for case in cases:
@@ -191,12 +209,16 @@ def as_markdown(cases: list[dict[str, Any]]) -> str:
     for title, summary in (("**mean**", np.mean), ("**worst**", None)) if every else ():
         cells = []
         for key in COLUMNS:
-            values = [lung[key] for lung in every]
             worst = max if key == "hd95_mm" else min
-            cells.append(shown(key, float((summary or worst)(values))))
-        errors = [abs(lung["volume_error_percent"]) for lung in every]
+            cells.append(shown(key, float((summary or worst)(known(key, every)))))
+        errors = [abs(error) for error in known("volume_error_percent", every)]
         lines.append(f"| {title} | {' | '.join(cells)} | {(summary or max)(errors):.1f} (absolute) | |")
     return "\n".join(lines) + "\n"
+
+
+def known(key: str, lungs: list[dict[str, float]]) -> list[float]:
+    """One score of the lungs that have it; of none a NaN."""
+    return [lung[key] for lung in lungs if not math.isnan(lung[key])] or [math.nan]
 
 
 def shown(key: str, value: float) -> str:

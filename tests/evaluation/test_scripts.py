@@ -1,0 +1,56 @@
+"""The scripts that measure on real scans, on references that lack a lung, or both."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import nibabel
+import numpy as np
+import pytest
+
+from cascadeseg import read_scan
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Scans of nothing but air, in which no lung is found: of the first the reference has none, of the other one."""
+    lung = np.zeros((24, 20, 16), np.uint8)
+    lung[3:9, 5:15, 4:12] = 1
+    for name, reference in (("none", np.zeros_like(lung)), ("one", lung)):
+        for file, voxels in ((name, np.full(lung.shape, -1000, np.int16)), (f"{name}_ref", reference)):
+            nibabel.save(nibabel.Nifti1Image(voxels, np.diag([2.0, 2.0, 5.0, 1.0])), tmp_path / f"{file}.nii.gz")
+    return tmp_path
+
+
+def test_validate_scores_them_and_what_is_undefined_is_in_no_mean(folder: Path) -> None:
+    command = [sys.executable, str(SCRIPTS / "validate.py"), str(folder), str(folder / "out"), "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    scores = json.loads((folder / "out" / "scores.json").read_text(), parse_constant=lambda _: 1 / 0)
+    assert [[lung["dice"] for lung in case["lungs"]] for case in scores] == [[1, 1], [0, 1]]
+    assert [[lung["hd95_mm"] for lung in case["lungs"]] for case in scores] == [[None, None]] * 2
+    rows = {line.split(" | ")[0]: line for line in (folder / "out" / "scores.md").read_text().splitlines()}
+    assert rows["| **mean**"] == "| **mean** | 0.750 | 0.750 | 0.750 | inf | 100.0 (absolute) | |"
+    errors = (folder / "out" / "errors.md").read_text()
+    assert "| none | reference | 0.0 | 0.0 | 0.0 |" in errors
+    assert "| one | left out | 1.4 |" in errors, "2 x 6 x 6 voxels lie deeper than 2 mm"
+    assert "| one | reference | 40.3 | 0.0 | 59.7 |" in errors, "60 + 2 x 28 of 2 x 60 + 6 x 28 voxels are of the base"
+
+
+def test_other_scripts_leave_them_out_where_they_have_no_use_for_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    robustness, surroundings = map(importlib.import_module, ("robustness", "surroundings"))
+    scan, labels = read_scan(folder / "none.nii.gz"), np.zeros((24, 20, 16), np.uint8)
+    voxels = {name: change(scan, labels)[1].size for name, change in robustness.CHANGES.items()}
+    assert {name for name, count in voxels.items() if not count} == {
+        name for name in robustness.CHANGES if name.startswith(("without", "only"))
+    }
+    assert list(surroundings.real(folder)) == []
