@@ -120,7 +120,7 @@ def _write_case(folder: Path, name: str, seed: int, spacing_mm: Spacing | None, 
         return
     patient = sample_patient(seed, config)
     phantom = render(patient, patient.field_of_view(spacing_mm or _saved_spacing(patient)))
-    _write_volume(phantom.hu.round().clamp(-32768, 32767).to(torch.int16).numpy(), phantom.grid, scan)
+    _write_volume(phantom.hu.to(torch.int16).numpy(), phantom.grid, scan)
     _write_volume(phantom.labels.numpy(), phantom.grid, labels)
 
 

@@ -46,17 +46,21 @@ def render(patient: Patient, grid: Grid, device: str | torch.device = "cpu") -> 
     Every field is anchored to the world, so a box of a volume equals the same box cut from the whole.
     """
     device = torch.device(device)
-    slabs = [_render_box(patient, grid.cropped(box), device) for box in _slabs(grid, device)]
-    if len(slabs) == 1:
-        return slabs[0]
-    hu, labels, tissues = (torch.cat([getattr(s, name) for s in slabs]) for name in ("hu", "labels", "tissues"))
+    boxes = _slabs(grid, device)
+    if len(boxes) == 1:
+        return _render_box(patient, grid, device)
+    hu = torch.empty(grid.shape, device=device)
+    labels, tissues = (torch.empty(grid.shape, dtype=torch.uint8, device=device) for _ in range(2))
+    for box in boxes:
+        slab = _render_box(patient, grid.cropped(box), device)
+        hu[box.slices], labels[box.slices], tissues[box.slices] = slab.hu, slab.labels, slab.tissues
     return Phantom(hu, labels, tissues, grid)
 
 
 def _slabs(grid: Grid, device: torch.device) -> list[Box]:
     """Boxes of like thickness along x that make up the grid."""
     x, y, z = grid.shape
-    count = math.ceil(x * y * z / SLAB_VOXELS.get(device.type, SLAB_VOXELS["cpu"]))
+    count = min(x, math.ceil(x * y * z / SLAB_VOXELS.get(device.type, SLAB_VOXELS["cpu"])))
     edges = [round(i * x / count) for i in range(count + 1)]
     return [Box((a, 0, 0), (b, y, z)) for a, b in pairwise(edges)]
 

@@ -80,6 +80,16 @@ def test_slabs_are_seamless(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (slabs.hu - whole.hu).abs().max() <= 1
 
 
+def test_a_grid_whose_planes_are_larger_than_slabs_is_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    patient = sample_patient(2, PRESETS["healthy"])
+    grid = around_the_chest(patient, 20.0)
+    whole = render(patient, grid)
+    monkeypatch.setitem(sys.modules["cascadeseg.synthesis.render"].SLAB_VOXELS, "cpu", grid.shape[1])
+    assert torch.equal(render(patient, grid).labels, whole.labels)
+
+
 def test_values_and_types() -> None:
     patient = sample_patient(2, PRESETS["healthy"])
     phantom = render(patient, patient.field_of_view(6.0))
