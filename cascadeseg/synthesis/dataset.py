@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from cascadeseg.atomic import replace_file, replace_text
 from cascadeseg.errors import OutputError
 from cascadeseg.labels import LUNGS
+from cascadeseg.memory import is_out_of_memory
 from cascadeseg.synthesis.config import PRESETS, SynthesisConfig
 from cascadeseg.synthesis.patient import Patient, sample_patient
 from cascadeseg.synthesis.render import Phantom, render
@@ -50,7 +51,7 @@ def write_dataset(
         progress: called with a case's name and the finished share, 0 to 1.
 
     Raises:
-        OutputError: the folder cannot be written, or holds other scans.
+        OutputError: the folder cannot be written, or holds other scans, or there is no memory for a scan.
     """
     folder = Path(out)
     try:
@@ -70,21 +71,21 @@ def write_dataset(
 
 
 def _claim(folder: Path, settings: dict[str, Any]) -> None:
-    """Notes what the folder's scans are made by; refuses a folder of other scans."""
+    """Notes what the folder's scans are made by; refuses a folder of other scans, not one that has none yet."""
     record = folder / RECORD
-    if record.exists():
-        before = _read_record(record)
+    before = _read_record(record) if record.exists() else None
+    places = [folder / name for name in ("dataset.json", "imagesTr", "labelsTr")]
+    held = [place for place in places if place.is_file() or (place.is_dir() and any(place.iterdir()))]
+    if held and before is None:
+        remedy = "choose another folder"
+        raise OutputError(folder, f"{held[0].name} of unknown settings, without a {RECORD}", "a new folder", remedy)
+    if held and before is not None:
         if other := [
             f"{key} was {json.dumps(before.get(key))}" for key in settings if before.get(key) != settings[key]
         ]:
             found = f"synthetic scans of other settings ({', '.join(other)})"
             raise OutputError(folder, found, "the same settings", "choose another folder")
         return
-    for name in ("dataset.json", "imagesTr", "labelsTr"):
-        place = folder / name
-        if place.is_file() or (place.is_dir() and any(place.iterdir())):
-            remedy = "choose another folder"
-            raise OutputError(folder, f"{name} of unknown settings, without a {RECORD}", "a new folder", remedy)
     folder.mkdir(parents=True, exist_ok=True)
     replace_text(record, json.dumps(settings, indent=2) + "\n")
 
@@ -119,7 +120,14 @@ def _write_case(folder: Path, name: str, seed: int, spacing_mm: Spacing | None, 
     if scan.exists() and labels.exists():
         return
     patient = sample_patient(seed, config)
-    phantom = render(patient, patient.field_of_view(spacing_mm or _saved_spacing(patient)))
+    grid = patient.field_of_view(spacing_mm or _saved_spacing(patient))
+    try:
+        phantom = render(patient, grid)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        found = f"no memory for its {' x '.join(map(str, grid.shape))} voxels"
+        raise OutputError(scan, found, remedy="choose a larger spacing, or use a larger machine") from error
     _write_volume(phantom.hu.to(torch.int16).numpy(), phantom.grid, scan)
     _write_volume(phantom.labels.numpy(), phantom.grid, labels)
 

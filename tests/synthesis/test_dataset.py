@@ -99,6 +99,16 @@ def test_a_large_scan_is_in_memory_once(tmp_path: Path) -> None:
     assert float(said.stdout) < 12
 
 
+def test_where_there_is_no_memory_for_a_scan_a_larger_spacing_is_advised_and_taken(tmp_path: Path) -> None:
+    words = (
+        r"synth_00000_0000.nii.gz: no memory for its \d+ x \d+ x \d+ voxels; choose a larger spacing, or use a larger"
+    )
+    with pytest.raises(OutputError, match=words):
+        write_dataset(tmp_path, 1, 0, 0.003)
+    write_dataset(tmp_path, 1, 0, SPACING)
+    assert json.loads((tmp_path / "synthesis.json").read_text())["spacing_mm"] == [SPACING] * 3
+
+
 def test_somebody_elses_data_set_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "dataset.json").write_text("theirs")
     with pytest.raises(
