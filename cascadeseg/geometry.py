@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 Shape = tuple[int, int, int]
 Affine = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,16 @@ class Box:
 
     start: Shape
     stop: Shape
+
+    @staticmethod
+    def of(start: Sequence[int] | npt.NDArray[np.int64], stop: Sequence[int] | npt.NDArray[np.int64]) -> Box:
+        """The box between two corners that are worked out axis by axis."""
+        return Box(_shape(start), _shape(stop))
+
+    @staticmethod
+    def around(boxes: Sequence[Box]) -> Box:
+        """The smallest box that holds one or more others."""
+        return Box.of(np.min([box.start for box in boxes], axis=0), np.max([box.stop for box in boxes], axis=0))
 
     @staticmethod
     def whole(shape: Sequence[int]) -> Box:
@@ -42,23 +53,17 @@ class Box:
 
     def grown(self, voxels: Sequence[int] | npt.NDArray[np.int64]) -> Box:
         """The box with ``voxels[a]`` more on both sides of axis ``a``."""
-        return Box(
-            _shape([a - int(v) for a, v in zip(self.start, voxels, strict=True)]),
-            _shape([b + int(v) for b, v in zip(self.stop, voxels, strict=True)]),
-        )
+        return Box.of(np.subtract(self.start, voxels), np.add(self.stop, voxels))
 
     def shifted(self, voxels: Sequence[int]) -> Box:
         """The box moved by ``voxels[a]`` along axis ``a``."""
-        return Box(
-            _shape([a + v for a, v in zip(self.start, voxels, strict=True)]),
-            _shape([b + v for b, v in zip(self.stop, voxels, strict=True)]),
-        )
+        return Box.of(np.add(self.start, voxels), np.add(self.stop, voxels))
 
     def clipped(self, shape: Sequence[int]) -> Box:
         """The part of the box inside an array of this shape."""
         start = [min(max(a, 0), n) for a, n in zip(self.start, shape, strict=True)]
         stop = [min(max(b, a), n) for a, b, n in zip(start, self.stop, shape, strict=True)]
-        return Box(_shape(start), _shape(stop))
+        return Box.of(start, stop)
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,7 +171,7 @@ class Grid:
         # A hair of tolerance, so that rounding does not add a row of voxels on a grid that fits exactly.
         start = np.floor(there.min(axis=0) + 0.5 + 1e-6).astype(int)
         stop = np.ceil(there.max(axis=0) + 0.5 - 1e-6).astype(int)
-        return Box(_shape(start), _shape(stop))
+        return Box.of(start, stop)
 
     def nearest(self, other: Grid) -> tuple[npt.NDArray[np.int64], ...]:
         """Along each axis the voxels nearest to those of ``other`` (same directions); may lie outside."""
@@ -188,6 +193,20 @@ def canonical_view(array: npt.NDArray[np.generic], grid: Grid) -> npt.NDArray[np
     """
     order, flips = grid.canonical_axes()
     return array.transpose(order)[tuple(slice(None, None, -1) if flip else slice(None) for flip in flips)]
+
+
+def bounding_box(mask: Mask) -> Box | None:
+    """The smallest box around what is true of (X, Y, Z); None where nothing is.
+
+    Of a NumPy array, whose `any` is 15 times as fast on a processor as torch's.
+    """
+    ranges = []
+    for axis in range(3):
+        used = np.flatnonzero(mask.any(axis=tuple(other for other in range(3) if other != axis)))
+        if len(used) == 0:
+            return None
+        ranges.append((used[0], used[-1] + 1))
+    return Box.of(*np.transpose(ranges))
 
 
 def _shape(values: Sequence[int] | npt.NDArray[np.int64]) -> Shape:

@@ -103,7 +103,7 @@ def cut(scan: Scan, labels: Labels, axis: int, low: float, high: float) -> Case:
         start[axis] = first + round(low * extent)
     if high:
         stop[axis] = first + round((1 - high) * extent)
-    box = Box((start[0], start[1], start[2]), (stop[0], stop[1], stop[2]))
+    box = Box.of(start, stop)
     return changed(scan, scan.hu(box)), labels[box.slices]
 
 

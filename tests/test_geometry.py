@@ -6,7 +6,7 @@ import nibabel
 import numpy as np
 import pytest
 
-from cascadeseg.geometry import Box, Grid, canonical_view
+from cascadeseg.geometry import Box, Grid, bounding_box, canonical_view
 from tests.formats.volumes import ORIENTATIONS, SHAPE, SPACING_MM, affine_of, ct_values, oblique_grid, rotation
 
 
@@ -156,3 +156,13 @@ def test_boxes() -> None:
     assert box.grown((5, 5, 5)).clipped(SHAPE) == Box((0, 0, 0), (11, 14, 10))
     assert Box((20, -9, 0), (30, -2, 3)).clipped(SHAPE).shape == (0, 0, 3)
     assert ct_values()[box.slices].shape == box.shape
+    assert Box.of(np.array([2, 3, 4]), [6, 9, 5]) == box
+    assert Box.around([box]) == box
+    assert Box.around([box, Box((0, 5, 4), (3, 12, 5))]) == Box((0, 3, 4), (6, 12, 5))
+
+
+def test_bounding_box() -> None:
+    mask = np.zeros((5, 6, 7), bool)
+    assert bounding_box(mask) is None
+    mask[1, 2, 3] = mask[2, 4, 6] = True
+    assert bounding_box(mask) == Box((1, 2, 3), (3, 5, 7))

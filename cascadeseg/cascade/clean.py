@@ -12,10 +12,8 @@ import numpy.typing as npt
 
 from cascadeseg.cascade.locate import Coarse, found_in
 from cascadeseg.cascade.merge import Labels
-from cascadeseg.geometry import Box, Grid, canonical_view
+from cascadeseg.geometry import Box, Grid, Mask, canonical_view
 from cascadeseg.labels import BACKGROUND, Label
-
-Mask = npt.NDArray[np.bool_]
 
 SMALLEST_PART_ML = 2.0
 SMALLEST_PART_SHARE = 0.02

@@ -23,7 +23,7 @@ from cascadeseg.cascade.locate import Coarse
 from cascadeseg.cascade.merge import box_on
 from cascadeseg.cascade.refine import Refined
 from cascadeseg.formats.scan import Scan
-from cascadeseg.geometry import Grid
+from cascadeseg.geometry import Grid, Mask
 from cascadeseg.labels import LUNGS, RIGHT_LUNG, Label
 from cascadeseg.network.model import Model
 
@@ -46,7 +46,6 @@ TALLER = 1.05
 ROOM_MM = 60.0
 """A lung is missed where the scan goes on for this long beyond the other one."""
 
-Mask = npt.NDArray[np.bool_]
 Values = npt.NDArray[Any]
 
 

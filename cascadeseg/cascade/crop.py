@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from cascadeseg.cascade.locate import LAYERS, Coarse, copy_of, found_in, sampled_hu
 from cascadeseg.formats.scan import Scan
-from cascadeseg.geometry import Box, Grid
+from cascadeseg.geometry import Box, Grid, Mask, bounding_box
 from cascadeseg.labels import LEFT_LUNG, LUNGS, RIGHT_LUNG, Label
 
 MARGIN_MM = 8.0
@@ -42,7 +42,6 @@ SEPARATION_MM = 25.0
 VALLEY = 0.5
 """Between two lungs the area of sagittal slices falls below this share of the smaller lung's largest."""
 
-Mask = npt.NDArray[np.bool_]
 Field = npt.NDArray[np.float32]
 
 
@@ -71,7 +70,7 @@ class LungBox:
         missing = [-n % stride for n in inner.shape]
         start = [-(m // 2) for m in missing]
         stop = [n + m - m // 2 for n, m in zip(inner.shape, missing, strict=True)]
-        return inner.cropped(Box((start[0], start[1], start[2]), (stop[0], stop[1], stop[2])))
+        return inner.cropped(Box.of(start, stop))
 
 
 def crop_lungs(coarse: Coarse, margin_mm: float = MARGIN_MM) -> list[LungBox]:
@@ -85,7 +84,7 @@ def crop_lungs(coarse: Coarse, margin_mm: float = MARGIN_MM) -> list[LungBox]:
     found, lungs = _found(coarse)
     boxes = []
     for label, mask in _sides(lungs).items():
-        inner = bounds(mask)
+        inner = bounding_box(mask)
         if inner is not None:
             box = inner.shifted(found.start).grown(margin).clipped(coarse.grid.shape)
             boxes.append(LungBox(label, box, coarse.grid))
@@ -123,17 +122,11 @@ def _found(coarse: Coarse) -> tuple[Box, Field]:
     parts = [
         inner.shifted((0, 0, start))
         for start in range(0, coarse.grid.shape[2], LAYERS)
-        if (inner := bounds(found_in(coarse.lungs[..., start : start + LAYERS]).numpy(force=True)))
+        if (inner := bounding_box(found_in(coarse.lungs[..., start : start + LAYERS]).numpy(force=True)))
     ]
-    box = _around(parts) if parts else Box((0, 0, 0), (0, 0, 0))
+    box = Box.around(parts) if parts else Box((0, 0, 0), (0, 0, 0))
     lungs: Field = coarse.lungs[:, *box.slices].detach().to("cpu", torch.float32, copy=True).numpy()
     return box, lungs
-
-
-def _around(boxes: list[Box]) -> Box:
-    x0, y0, z0 = (min(box.start[axis] for box in boxes) for axis in range(3))
-    x1, y1, z1 = (max(box.stop[axis] for box in boxes) for axis in range(3))
-    return Box((x0, y0, z0), (x1, y1, z1))
 
 
 def _sides(lungs: Field) -> dict[Label, Mask]:
@@ -318,21 +311,6 @@ def _centroid(mask: Mask, grid: Grid) -> npt.NDArray[np.float64]:
     return grid.world([np.average(np.arange(len(section)), weights=section) for section in sections])
 
 
-def bounds(mask: Mask) -> Box | None:
-    """The smallest box around what is true of (X, Y, Z); None where nothing is.
-
-    A NumPy array, whose `any` is 15 times as fast on a processor as torch's.
-    """
-    ranges = []
-    for axis in range(3):
-        used = np.flatnonzero(mask.any(axis=tuple(other for other in range(3) if other != axis)))
-        if len(used) == 0:
-            return None
-        ranges.append((int(used[0]), int(used[-1]) + 1))
-    (x0, x1), (y0, y1), (z0, z1) = ranges
-    return Box((x0, y0, z0), (x1, y1, z1))
-
-
 def regrow(lung: LungBox, cut: list[tuple[int, bool]], growth_mm: float = GROWTH_MM) -> LungBox:
     """The box grown at the faces where the lung was cut.
 
@@ -348,5 +326,4 @@ def regrow(lung: LungBox, cut: list[tuple[int, bool]], growth_mm: float = GROWTH
             stop[axis] += step
         else:
             start[axis] -= step
-    box = Box((start[0], start[1], start[2]), (stop[0], stop[1], stop[2])).clipped(lung.grid.shape)
-    return replace(lung, box=box, regrown=lung.regrown + 1)
+    return replace(lung, box=Box.of(start, stop).clipped(lung.grid.shape), regrown=lung.regrown + 1)

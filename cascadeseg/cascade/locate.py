@@ -96,7 +96,7 @@ def body_box(scan: Scan, grid: Grid) -> Box:
             step, beside = round(sampled.spacing_mm[axis] / spacing), int(np.ceil(BESIDE_BODY_MM / spacing))
             start[axis] = int(planes[0]) * step - beside
             stop[axis] = (int(planes[-1]) + 1) * step + beside
-    box = Box((start[0], start[1], start[2]), (stop[0], stop[1], stop[2])).clipped(scan.grid.shape)
+    box = Box.of(start, stop).clipped(scan.grid.shape)
     around = scan.grid.covering(box, grid).clipped(grid.shape)
     (x0, y0, _), (x1, y1, _) = around.start, around.stop
     return Box((x0, y0, 0), (x1, y1, grid.shape[2]))
@@ -107,7 +107,7 @@ def beyond_faces(body: Box, shape: Shape, view: View) -> Box:
     beyond = round(BEYOND_MM / view.spacing_mm)
     start = [a - beyond * (a == 0) for a in body.start]
     stop = [b + beyond * (b == n) for b, n in zip(body.stop, shape, strict=True)]
-    return Box((start[0], start[1], start[2]), (stop[0], stop[1], stop[2]))
+    return Box.of(start, stop)
 
 
 def sampled_hu(scan: Scan) -> tuple[npt.NDArray[np.floating[Any]], Grid]:

@@ -39,7 +39,7 @@ def merge(lungs: Sequence[Refined], grid: Grid) -> Labels:
         target = view[slab.slices]
         best = np.zeros(slab.shape, dtype=np.float32, order="F")
         for refined, box in zip(lungs, boxes, strict=True):
-            here = _relative(_overlap(box, slab), slab)
+            here = _overlap(box, slab).shifted([-a for a in slab.start])
             if min(here.shape) == 0:
                 continue
             logits = resample_volume(refined.logits, refined.grid, canonical.cropped(slab).cropped(here)).cpu().numpy()
@@ -68,20 +68,13 @@ def _slabs(boxes: Sequence[Box]) -> Iterator[Box]:
     """The union of the boxes, cut along z into boxes of at most `SLAB_VOXELS` voxels."""
     if not boxes:
         return
-    x0, y0, z0 = (min(box.start[a] for box in boxes) for a in range(3))
-    x1, y1, z1 = (max(box.stop[a] for box in boxes) for a in range(3))
+    union = Box.around(boxes)
+    (x0, y0, z0), (x1, y1, z1) = union.start, union.stop
     thickness = max(1, SLAB_VOXELS // max(1, (x1 - x0) * (y1 - y0)))
     for low in range(z0, z1, thickness):
         yield Box((x0, y0, low), (x1, y1, min(low + thickness, z1)))
 
 
 def _overlap(a: Box, b: Box) -> Box:
-    x0, y0, z0 = (max(p, q) for p, q in zip(a.start, b.start, strict=True))
-    x1, y1, z1 = (min(p, q) for p, q in zip(a.stop, b.stop, strict=True))
-    return Box((x0, y0, z0), (max(x0, x1), max(y0, y1), max(z0, z1)))
-
-
-def _relative(box: Box, origin: Box) -> Box:
-    x0, y0, z0 = (p - o for p, o in zip(box.start, origin.start, strict=True))
-    x1, y1, z1 = (p - o for p, o in zip(box.stop, origin.start, strict=True))
-    return Box((x0, y0, z0), (x1, y1, z1))
+    start = np.maximum(a.start, b.start)
+    return Box.of(start, np.maximum(start, np.minimum(a.stop, b.stop)))

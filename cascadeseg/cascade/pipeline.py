@@ -33,7 +33,7 @@ from cascadeseg.cascade.windowed import restored
 from cascadeseg.errors import ConfigError, DeviceError, ModelError, ScanError
 from cascadeseg.formats import has_its_own_affine, read_scan, scan_of
 from cascadeseg.formats.scan import Before, Scan
-from cascadeseg.geometry import Box, Grid, canonical_view
+from cascadeseg.geometry import Box, Grid, Mask, canonical_view
 from cascadeseg.labels import LUNGS, Label
 from cascadeseg.network.bounded import BoundedEngine, EngineKind
 from cascadeseg.network.engine import Precision, find_device, give_back
@@ -322,12 +322,12 @@ def _result(scan: Scan, labels: Labels, label: Label, refined: Refined | None, t
     )
 
 
-def _height_mm(mask: np.ndarray[Any, np.dtype[np.bool_]], grid: Grid) -> float:
+def _height_mm(mask: Mask, grid: Grid) -> float:
     slices = np.flatnonzero(mask.any(axis=(0, 1)))
     return float(slices[-1] - slices[0] + 1) * grid.spacing_mm[2] if len(slices) else 0.0
 
 
-def _mean_hu(scan: Scan, mask: np.ndarray[Any, np.dtype[np.bool_]], box: Box) -> float | None:
+def _mean_hu(scan: Scan, mask: Mask, box: Box) -> float | None:
     count = int(np.count_nonzero(mask))
     if count == 0:
         return None
@@ -336,7 +336,7 @@ def _mean_hu(scan: Scan, mask: np.ndarray[Any, np.dtype[np.bool_]], box: Box) ->
     return sum(float(hu.sum(dtype=np.float64)) for hu in layers) / count
 
 
-def _touches(mask: np.ndarray[Any, np.dtype[np.bool_]], box: Box, shape: tuple[int, ...]) -> tuple[str, ...]:
+def _touches(mask: Mask, box: Box, shape: tuple[int, ...]) -> tuple[str, ...]:
     touched = []
     for axis, names in enumerate(FACES):
         for far, name in enumerate(names):

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cascadeseg.cascade.crop import LungBox, bounds, regrow
+from cascadeseg.cascade.crop import LungBox, regrow
 from cascadeseg.cascade.locate import Coarse
 from cascadeseg.cascade.resample import resample_scan, resample_volume, windows_of
 from cascadeseg.formats.scan import Scan
-from cascadeseg.geometry import Box, Grid
+from cascadeseg.geometry import Box, Grid, bounding_box
 from cascadeseg.labels import LEFT_LUNG, LUNGS, Label
 from cascadeseg.network.bounded import Runner
 from cascadeseg.network.engine import give_back
@@ -128,7 +128,7 @@ def _tight(refined: Refined, scan_grid: Grid) -> Refined:
     What is kept around the lung covers the window over which `resample` averages where the scan is coarser.
     """
     step = np.asarray(scan_grid.spacing_mm) / np.asarray(refined.grid.spacing_mm)
-    lung = bounds((refined.logits > 0).numpy(force=True)) or Box((0, 0, 0), (1, 1, 1))
+    lung = bounding_box((refined.logits > 0).numpy(force=True)) or Box((0, 0, 0), (1, 1, 1))
     kept = lung.grown(np.ceil(step).astype(int) + 2).clipped(refined.grid.shape)
     return replace(refined, logits=refined.logits[kept.slices].clone(), grid=refined.grid.cropped(kept))
 

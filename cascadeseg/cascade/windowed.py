@@ -18,7 +18,7 @@ import numpy.typing as npt
 from cascadeseg.cascade.crop import TISSUE_HU, between_walls, components
 from cascadeseg.cascade.locate import LAYERS, sampled_hu
 from cascadeseg.formats.scan import Scan
-from cascadeseg.geometry import Box
+from cascadeseg.geometry import Box, Mask
 
 INSIDE_HU = -850.0
 """A lung, breathed in."""
@@ -31,8 +31,6 @@ AMID = 19
 """Of the 27 voxels around one, itself among them, so many are cut off where it lies amid others."""
 AT_SURFACE = 14
 """As many are at a surface, where voxels are partly tissue. Noise cuts off fewer in fat."""
-
-Mask = npt.NDArray[np.bool_]
 
 
 def restored(scan: Scan) -> Scan:

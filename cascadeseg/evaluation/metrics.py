@@ -19,13 +19,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cascadeseg.geometry import Box
+from cascadeseg.geometry import Mask, bounding_box
 from cascadeseg.labels import BACKGROUND, IGNORE, LUNGS, Label
 
 ROUNDING_MM = 1e-4
 """Of ITK's distances, which are float32: what lies just at a tolerance is within it."""
 
-Mask = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
 
 
@@ -128,19 +127,6 @@ def _lung_scores(label: Label, prediction: Mask, reference: Mask, spacing_mm: Se
     common = voxel_ml * int((predicted & expected).sum())
     nsd_1mm, nsd_2mm, hd95_mm, assd_mm = _surface_scores(predicted, expected, spacing_mm)
     return LungScores(label, 2 * common / sum(volumes), nsd_1mm, nsd_2mm, hd95_mm, assd_mm, *volumes)
-
-
-def bounding_box(mask: Mask) -> Box | None:
-    """The smallest box around the true voxels, or None where there are none."""
-    start, stop = [], []
-    for axis in range(3):
-        others = tuple(other for other in range(3) if other != axis)
-        filled = np.flatnonzero(mask.any(axis=others))
-        if filled.size == 0:
-            return None
-        start.append(int(filled[0]))
-        stop.append(int(filled[-1]) + 1)
-    return Box((start[0], start[1], start[2]), (stop[0], stop[1], stop[2]))
 
 
 def surface(mask: Mask, spacing_mm: Sequence[float]) -> Surface:

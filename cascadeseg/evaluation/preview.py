@@ -16,9 +16,8 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
-from cascadeseg.evaluation.metrics import bounding_box
 from cascadeseg.formats.scan import Scan
-from cascadeseg.geometry import Box, Grid, canonical_view
+from cascadeseg.geometry import Box, Grid, bounding_box, canonical_view
 from cascadeseg.labels import LUNGS
 
 WINDOW_HU = (-1350.0, 150.0)
@@ -65,7 +64,7 @@ class Plane:
         """The slice's voxels on a canonical grid."""
         start, stop = [0, 0, 0], list(grid.shape)
         start[self.normal], stop[self.normal] = self.index, self.index + 1
-        return Box((start[0], start[1], start[2]), (stop[0], stop[1], stop[2]))
+        return Box.of(start, stop)
 
     def picture(self, volume: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """(rows, columns) as one looks at it, of an array that holds this slice alone (`box`)."""

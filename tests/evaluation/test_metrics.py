@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cascadeseg.evaluation.metrics import bounding_box, evaluate, surface
-from cascadeseg.geometry import Box
+from cascadeseg.evaluation.metrics import evaluate, surface
 from cascadeseg.labels import IGNORE, LEFT_LUNG, RIGHT_LUNG
 
 Labels = npt.NDArray[np.uint8]
@@ -121,13 +120,6 @@ def test_masks_at_the_border_of_the_volume_have_a_surface_there() -> None:
 def test_shapes_must_agree() -> None:
     with pytest.raises(ValueError, match="shape"):
         evaluate(np.zeros((2, 2, 2)), np.zeros((2, 2, 3)), (1, 1, 1))
-
-
-def test_bounding_box() -> None:
-    mask = np.zeros((5, 6, 7), bool)
-    assert bounding_box(mask) is None
-    mask[1, 2, 3] = mask[2, 4, 6] = True
-    assert bounding_box(mask) == Box((1, 2, 3), (3, 5, 7))
 
 
 def test_agrees_with_monai() -> None:
