@@ -11,12 +11,11 @@ from torch import Tensor
 
 from cascadeseg.errors import DeviceError
 from cascadeseg.memory import is_out_of_memory
-from cascadeseg.network.engine import Engine, Precision, give_back, in_slabs
+from cascadeseg.network.engine import DTYPES, Engine, Precision, give_back, in_slabs
 from cascadeseg.network.levels import Finish, Image, slab_samples, streamed_levels, unchanged
 from cascadeseg.network.model import Stage
 
 EngineKind = Literal["auto", "torch", "openvino"]
-ENGINES: tuple[EngineKind, ...] = ("auto", "torch", "openvino")
 SLAB_CONTEXT = 16
 """Slices of an image that a slab sees beside its own."""
 LIVE_TENSORS = 5
@@ -66,7 +65,8 @@ def open_engine(stage: Stage, device: torch.device, precision: Precision = "auto
         DeviceError: OpenVINO was asked for by name, and is not there or not for this device; or there is no engine or
             precision of that name.
     """
-    for option, name, known in (("--engine", kind, ENGINES), ("precision", precision, get_args(Precision))):
+    for option, name, names in (("--engine", kind, EngineKind), ("precision", precision, Precision)):
+        known = get_args(names)
         if name not in known:
             raise DeviceError(option, str(name), f"one of {', '.join(known)}")
     if kind == "openvino" and device.type != "cpu":
@@ -85,9 +85,8 @@ def bytes_per_voxel(stage: Stage, precision: str) -> float:
 
     Not all logits are there at once; that leaves room for what an allocator keeps beside its tensors.
     """
-    unet = stage.unet
-    width = 4 if precision == "fp32" else 2
-    finest = unet.widths[0] / (8 if unet.stem == "space_to_depth" else 1)
+    unet, width = stage.unet, DTYPES[precision].itemsize
+    finest = unet.widths[0] / unet.cell**3
     return unet.in_channels * (4 + 2 * width) + LIVE_TENSORS * finest * width + unet.out_channels * (4 + width)
 
 
@@ -103,9 +102,8 @@ def pass_mb(engine: Runner, voxels: float, layer: float, streamed: bool | None =
     unet, levels = engine.stage.unet, streamed_levels(engine.stage.unet)
     if not (engine.streamed if streamed is None else streamed) or not levels:
         return voxels * bytes_per_voxel(engine.stage, engine.precision) / 1e6
-    width = 4 if engine.precision == "fp32" else 2
-    finest = 8.0 if unet.stem == "space_to_depth" else 1.0
-    shrunk = [finest * 8.0**level for level in range(levels + 1)]
+    width = DTYPES[engine.precision].itemsize
+    shrunk = [(unet.cell * 2.0**level) ** 3 for level in range(levels + 1)]
     skips = sum(unet.widths[level] / shrunk[level] for level in range(levels))
     lowers = sum(unet.widths[level] / shrunk[level] for level in range(1, levels + 1))
     lungs = min(2, unet.out_channels)  # what `Finish` leaves of a piece's logits, in half precision

@@ -134,7 +134,7 @@ def in_levels(parts: Parts, image: Image, finish: Finish, level: int = 0) -> Ten
 
 
 def _descend(parts: Parts, level: int, x: Image) -> tuple[Tensor, Tensor]:
-    cell, convolutions = cell_of(parts.config, level), convolutions_of(parts.config) + (level == 0)
+    cell, convolutions = cell_of(parts.config, level), parts.config.convolutions + (level == 0)
     skips: Tensor | None = None
     lowers: Tensor | None = None
     for slab, part in _seen(x, _slabs(x, 2 * cell, cell * convolutions, SLAB_VOXELS // NARROWER**level)):
@@ -167,7 +167,7 @@ def _seen(x: Image, slabs: Iterator[Slab]) -> Iterator[tuple[Slab, Tensor]]:
 def _ascend(parts: Parts, level: int, lower: Tensor, skip: Tensor, finish: Finish) -> Tensor:
     cell = cell_of(parts.config, level)
     features: Tensor | None = None
-    for slab in _slabs(skip, 2, convolutions_of(parts.config), SLAB_VOXELS // NARROWER**level // cell**3):
+    for slab in _slabs(skip, 2, parts.config.convolutions, SLAB_VOXELS // NARROWER**level // cell**3):
         half = slice(slab.seen.start // 2, slab.seen.stop // 2)
         part = parts.ascend(level, lower[..., half], skip[..., slab.seen])
         kept = slice(slab.kept_of_seen.start * cell, slab.kept_of_seen.stop * cell)
@@ -206,9 +206,4 @@ def slab_samples(config: UNetConfig, layer: float) -> float:
 
 def cell_of(config: UNetConfig, level: int) -> int:
     """Input samples of a level's own samples, along each axis."""
-    return 2 if level == 0 and config.stem == "space_to_depth" else 1
-
-
-def convolutions_of(config: UNetConfig) -> int:
-    """3x3x3 convolutions of a level, one after the other."""
-    return config.blocks * (2 if config.block == "residual" else 1)
+    return config.cell if level == 0 else 1

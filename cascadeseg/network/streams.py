@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from cascadeseg.geometry import Shape
 from cascadeseg.memory import give_back_freed_memory
 from cascadeseg.network.blocks import BottleneckBlock, ResidualBlock, space_to_depth
-from cascadeseg.network.levels import NARROWER, Finish, Image, cell_of, convolutions_of, streamed_levels
+from cascadeseg.network.levels import NARROWER, Finish, Image, cell_of, streamed_levels
 from cascadeseg.network.unet import UNet
 
 Slices = Callable[[slice], Tensor]
@@ -133,7 +133,7 @@ def _pieces(shape: Shape, network: UNet, level: int, cell: int) -> Iterator[tupl
     """
     depth, ny, nx = shape
     samples = PIECE_VOXELS // NARROWER**level // cell_of(network.config, level) ** 3 // (nx * ny // cell**2)
-    lag = convolutions_of(network.config) + (level == 0)
+    lag = network.config.convolutions + (level == 0)
     length = cell * 2 * -(-max(THINNEST_PIECE, lag + 2, samples) // 2)
     for start in range(0, depth, length):
         yield slice(start, min(start + length, depth)), start + length >= depth

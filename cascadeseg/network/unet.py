@@ -51,20 +51,27 @@ class UNetConfig:
     deep_supervision: bool = False
 
     @property
+    def cell(self) -> int:
+        """Voxels of a sample of the finest level, along each axis."""
+        return 2 if self.stem == "space_to_depth" else 1
+
+    @property
+    def convolutions(self) -> int:
+        """3x3x3 convolutions of a level on its way down, or up, one after the other."""
+        return self.blocks * (2 if self.block == "residual" else 1)
+
+    @property
     def stride(self) -> int:
         """The input's shape must be a multiple of this on every axis."""
-        halvings = len(self.widths) - 1 + (self.stem == "space_to_depth")
-        return int(2**halvings)
+        return int(self.cell * 2 ** (len(self.widths) - 1))
 
     @property
     def reach(self) -> int:
         """How many voxels away an input can matter to a logit (under BatchNorm; InstanceNorm sees everything)."""
-        finest = 2 if self.stem == "space_to_depth" else 1
-        cells = [finest << level for level in range(len(self.widths))]
-        per_level = self.blocks * (2 if self.block == "residual" else 1)
+        cells = [self.cell << level for level in range(len(self.widths))]
         encoder, decoder = sum(cells), sum(cells[:-1])
         # The stem's kernel, the blocks' kernels, and that a coarse cell is seen by all finer ones in it.
-        return finest + per_level * (encoder + decoder) + cells[-1]
+        return self.cell + self.convolutions * (encoder + decoder) + cells[-1]
 
     @property
     def context(self) -> int:
@@ -84,13 +91,13 @@ class UNet(nn.Module):
         self.config = config
         self.checkpoint_blocks = checkpoint_blocks
         self.one_pass = False
-        widths, cells = config.widths, 8 if config.stem == "space_to_depth" else 1
-        self.stem = ConvNorm(config.in_channels * cells, widths[0], 3, config.norm)
-        self.down = nn.ModuleList(ConvNorm(a, b, 2, config.norm, stride=2) for a, b in _pairs(widths))
-        self.up = nn.ModuleList(ConvNorm(b, a, 1, config.norm) for a, b in _pairs(widths))
+        widths, voxels = config.widths, config.cell**3
+        self.stem = ConvNorm(config.in_channels * voxels, widths[0], 3, config.norm)
+        self.down = nn.ModuleList(ConvNorm(a, b, 2, config.norm, stride=2) for a, b in pairwise(widths))
+        self.up = nn.ModuleList(ConvNorm(b, a, 1, config.norm) for a, b in pairwise(widths))
         self.encoder = nn.ModuleList(_blocks(width, config) for width in widths)
         self.decoder = nn.ModuleList(_blocks(width, config) for width in widths[:-1])
-        self.head = nn.Conv3d(widths[0], config.out_channels * cells, 1)
+        self.head = nn.Conv3d(widths[0], config.out_channels * voxels, 1)
         coarser = widths[1:] if config.deep_supervision else ()
         self.side_heads = nn.ModuleList(nn.Conv3d(width, config.out_channels, 1) for width in coarser)
 
@@ -202,7 +209,3 @@ def _cells_transposed(weights: Tensor, dim: int) -> Tensor:
     """Channels made of 2x2x2 cells (`space_to_depth`), for cells whose axes come the other way round."""
     before, after = weights.shape[:dim], weights.shape[dim + 1 :]
     return weights.reshape(*before, -1, 2, 2, 2, *after).transpose(dim + 1, dim + 3).reshape(weights.shape)
-
-
-def _pairs(widths: tuple[int, ...]) -> list[tuple[int, int]]:
-    return list(pairwise(widths))
