@@ -17,8 +17,7 @@ import SimpleITK
 from cascadeseg.errors import ScanError
 from cascadeseg.formats import metaimage, nrrd, packed
 from cascadeseg.formats.memory import DEFLATE_LIMIT, refuse_oversized
-from cascadeseg.formats.nifti import volume_shape
-from cascadeseg.formats.placement import LPS_TO_RAS, checked_grid, checked_spacing
+from cascadeseg.formats.placement import LPS_TO_RAS, checked_grid, checked_spacing, volume_shape
 from cascadeseg.formats.scan import Before, Scan, hollow, nothing
 from cascadeseg.geometry import Affine, Grid
 

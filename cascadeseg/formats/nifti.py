@@ -42,6 +42,7 @@ from cascadeseg.formats.placement import (
     checked_spacing,
     shear_degrees,
     spacing_of,
+    volume_shape,
 )
 from cascadeseg.formats.scan import Before, Scan, hollow, nothing
 from cascadeseg.geometry import Affine, Grid
@@ -125,29 +126,6 @@ def _image_affine(image: Any, shape: tuple[int, ...], source: str) -> tuple[Affi
     header.set_sform(image.affine, code="aligned")
     header.set_qform(image.affine, code="unknown")
     return np.asarray(image.affine), header, ()
-
-
-def volume_shape(dims: tuple[int, ...], volume: int | None, where: object) -> tuple[tuple[int, int, int], int]:
-    """The three axes of the wanted volume, and how many volumes lie before it in the file.
-
-    Trailing axes of length 1 do not count.
-
-    Raises:
-        ScanError: fewer or more than three axes, an empty axis, or a volume that is not there.
-    """
-    while len(dims) > 3 and dims[-1] == 1:
-        dims = dims[:-1]
-    named = f"{len(dims)} dimensions ({', '.join(map(str, dims))})"
-    if len(dims) < 3 or any(n < 1 for n in dims):
-        raise ScanError(where, named, "one 3D volume")
-    x, y, z, *rest = dims
-    count = prod(rest)
-    if volume is None and count > 1:
-        remedy = "choose one with --volume N (infer, check), or save it as a 3D file"
-        raise ScanError(where, named, "one 3D volume", remedy)
-    if volume is not None and not 0 <= volume < count:
-        raise ScanError(where, f"no volume {volume}", f"0 to {count - 1}" if count > 1 else "0, the only one")
-    return (x, y, z), volume or 0
 
 
 def _read_pair(path: Path, volume: int | None, before: Before) -> Scan:

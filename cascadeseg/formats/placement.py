@@ -1,4 +1,4 @@
-"""From a file's affine to a `Grid`: refuses spacing that cannot be, repairs nearly orthonormal directions.
+"""From a file's shape and affine to a `Grid`: refuses what cannot be, repairs nearly orthonormal directions.
 
 Rule: two axes may meet at 90 degrees give or take `MAX_SHEAR_DEGREES`. Within that the closest orthonormal
 directions are taken (the polar factor of the directions, by SVD), about the centre of the volume, and a repair
@@ -9,6 +9,7 @@ angles the anatomy would lie elsewhere than the header says.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,29 @@ NO_SPACING = (
     "the header does not say how far apart the voxels are: 1 mm was assumed on each axis that it leaves out; "
     "check the spacing, every volume in the report comes of it"
 )
+
+
+def volume_shape(dims: tuple[int, ...], volume: int | None, where: object) -> tuple[tuple[int, int, int], int]:
+    """The three axes of the wanted volume, and how many volumes lie before it in the file.
+
+    Trailing axes of length 1 do not count.
+
+    Raises:
+        ScanError: fewer or more than three axes, an empty axis, or a volume that is not there.
+    """
+    while len(dims) > 3 and dims[-1] == 1:
+        dims = dims[:-1]
+    named = f"{len(dims)} dimensions ({', '.join(map(str, dims))})"
+    if len(dims) < 3 or any(n < 1 for n in dims):
+        raise ScanError(where, named, "one 3D volume")
+    x, y, z, *rest = dims
+    count = prod(rest)
+    if volume is None and count > 1:
+        remedy = "choose one with --volume N (infer, check), or save it as a 3D file"
+        raise ScanError(where, named, "one 3D volume", remedy)
+    if volume is not None and not 0 <= volume < count:
+        raise ScanError(where, f"no volume {volume}", f"0 to {count - 1}" if count > 1 else "0, the only one")
+    return (x, y, z), volume or 0
 
 
 def spacing_of(affine: Affine) -> Affine:
