@@ -17,6 +17,8 @@ import numpy.typing as npt
 Shape = tuple[int, int, int]
 Affine = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
+SAME_GRID_MM = 0.1
+"""Headers that differ by less say the same: formats round differently, and so do programs that correct a mask."""
 
 
 @dataclass(frozen=True)

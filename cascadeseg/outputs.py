@@ -22,7 +22,7 @@ from cascadeseg.formats import (
     stem_of,
     suffix_of,
 )
-from cascadeseg.geometry import Grid
+from cascadeseg.geometry import SAME_GRID_MM, Grid
 from cascadeseg.terminal import Progress
 
 ENDING = "_lungs"
@@ -30,8 +30,6 @@ BESIDE = ""
 """For `Wishes.report` and `Wishes.preview`: under the mask's name, beside it."""
 SUFFIXES = {".mha": ".mha", ".mhd": ".mha", ".nrrd": ".nrrd", ".nhdr": ".nrrd"}
 """The mask's suffix by the scan's; NIfTI for all the others."""
-SAME_GRID_MM = 0.1
-"""Headers that differ by less say the same: formats round differently, and so do programs that correct a mask."""
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,11 @@ import SimpleITK
 
 from cascadeseg import Segmenter, write_labels
 from cascadeseg.errors import ScanError
-from cascadeseg.evaluation.cases import GRID_TOLERANCE_MM
-from cascadeseg.evaluation.metrics import LungScores, bounding_box, evaluate
+from cascadeseg.evaluation.metrics import LungScores, evaluate
 from cascadeseg.evaluation.preview import preview_png
 from cascadeseg.formats import read_labels
 from cascadeseg.formats.scan import Scan
-from cascadeseg.geometry import canonical_view
+from cascadeseg.geometry import SAME_GRID_MM, bounding_box, canonical_view
 from cascadeseg.labels import IGNORE, LUNGS
 
 TISSUES = {"gas": -500.0, "gas and tissue": -130.0, "fat": -50.0, "soft tissue": 130.0, "denser": np.inf}
@@ -84,7 +83,7 @@ def score(segmenter: Segmenter, path: Path, output: Path) -> dict[str, Any]:
     reference = reference_of(path)
     if reference.exists():
         labels, grid = read_labels(reference)
-        if not grid.matches(result.scan.grid, GRID_TOLERANCE_MM):
+        if not grid.matches(result.scan.grid, SAME_GRID_MM):
             raise ScanError(reference, "another grid than its scan's", "that of the scan, voxel for voxel")
         case["lungs"] = [plain(lung) for lung in evaluate(result.labels, labels, grid.spacing_mm)]
         case["errors_ml"] = errors_ml(result.scan, result.labels, labels)

@@ -12,11 +12,9 @@ from cascadeseg.evaluation.metrics import evaluate
 from cascadeseg.evaluation.tables import Case
 from cascadeseg.formats import MASK_SUFFIXES, read_labels, stem_of, suffix_of
 from cascadeseg.formats.names import MASK_ENDINGS, is_mask_name
-from cascadeseg.geometry import canonical_view
+from cascadeseg.geometry import SAME_GRID_MM, canonical_view
 from cascadeseg.labels import BACKGROUND, IGNORE, LUNGS
 
-GRID_TOLERANCE_MM = 0.1
-"""Headers that differ by less say the same: formats round differently."""
 OUR_ENDING = "_lungs"
 
 
@@ -78,7 +76,7 @@ def score(prediction: Path, reference: Path) -> Case:
     # Compared in canonical order, so that the same mask stored with other axes is the same mask.
     predicted, expected = canonical_view(predicted, grid), canonical_view(expected, reference_grid)
     canonical = grid.canonical()
-    if not canonical.matches(reference_grid.canonical(), GRID_TOLERANCE_MM):
+    if not canonical.matches(reference_grid.canonical(), SAME_GRID_MM):
         found = f"{_shape(canonical.shape)} voxels" if canonical.shape != expected.shape else "another place"
         raise ScanError(prediction, f"{found}, not on the grid of {reference}", "masks of one scan")
     values = [BACKGROUND, *(lung.value for lung in LUNGS)]

@@ -14,12 +14,11 @@ import numpy.typing as npt
 
 from cascadeseg.errors import CascadesegError, ConfigError, ScanError
 from cascadeseg.formats import read_labels, read_scan
-from cascadeseg.geometry import Grid
+from cascadeseg.geometry import SAME_GRID_MM, Grid
 from cascadeseg.labels import IGNORE, LEFT_LUNG, RIGHT_LUNG
 from cascadeseg.training.listing import Entry, Listing
 from cascadeseg.training.prefetch import WAIT_S
 
-GRID_TOLERANCE_MM = 0.1
 SMALLEST_LUNG_ML = 1.0
 
 
@@ -92,7 +91,7 @@ def _examined(entry: Entry, sides: dict[int, int] | None) -> tuple[list[Exceptio
     if read is None:
         return errors, "", warnings
     labels, label_grid = read
-    if grid is not None and not grid.matches(label_grid, GRID_TOLERANCE_MM):
+    if grid is not None and not grid.matches(label_grid, SAME_GRID_MM):
         found = f"a grid of {_told(label_grid)}"
         errors.append(ScanError(entry.label, found, f"that of its scan, {_told(grid)}"))
     if sides is not None:
