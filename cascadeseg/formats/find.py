@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -93,7 +94,7 @@ def _studies(folders: list[tuple[Path, Path]]) -> list[Path]:
         studies.setdefault(_study_uid(first) or str(leaf), []).append(leaf)
     scans: list[Path] = []
     for leaves in studies.values():
-        top = _common_folder(leaves)
+        top = Path(os.path.commonpath(leaves))
         others = [leaf for rest in studies.values() if rest is not leaves for leaf in rest]
         mixed = any(leaf.is_relative_to(top) for leaf in others)
         scans += leaves if mixed else [top]
@@ -145,10 +146,3 @@ def _study_uid(file: Path) -> str:
     except Exception:  # any damage in a header that is only asked for its study
         return ""
     return str(header.get("StudyInstanceUID", ""))
-
-
-def _common_folder(folders: list[Path]) -> Path:
-    top = folders[0]
-    while not all(folder.is_relative_to(top) for folder in folders):
-        top = top.parent
-    return top

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from math import prod
 from pathlib import Path
 
 from cascadeseg.errors import ScanError
@@ -29,10 +30,7 @@ def refuse_oversized(
         held_bytes: the most that the file could hold, or None if that is not known.
         mapped: the volume stays in its file, memory-mapped, and needs no memory of its own.
     """
-    voxels = 1
-    for n in shape:
-        voxels *= n
-    wanted = voxels * item_bytes
+    wanted = prod(shape) * item_bytes
     size = f"{' x '.join(map(str, shape))} voxels ({_in_words(wanted)})"
     if held_bytes is not None and wanted > held_bytes:
         found = f"the header promises {size}"
