@@ -21,6 +21,7 @@ from pydicom.uid import MultiFrameGrayscaleWordSecondaryCaptureImageStorage, gen
 
 from cascadeseg.errors import ScanError
 from cascadeseg.formats.dicom_files import Slice, Source, encoding_of
+from cascadeseg.formats.packed import COPY_AGAIN
 
 _TAGS = [
     *("SamplesPerPixel", "PhotometricInterpretation", "NumberOfFrames", "Rows", "Columns", "BitsAllocated"),
@@ -65,7 +66,7 @@ def _words(slice_: Slice, first: int, count: int) -> npt.NDArray[Any]:
         stream.seek((slice_.pixels_at or 0) + (first - slice_.frame) * each)
         held = stream.read(count * each)
     if len(held) < count * each:
-        raise ScanError(slice_.source.name, "the file is cut short", "", "copy or download it again")
+        raise ScanError(slice_.source.name, "the file is cut short", "", COPY_AGAIN)
     return np.frombuffer(held, slice_.stored.newbyteorder("<")).reshape(count, *slice_.shape)
 
 

@@ -35,6 +35,7 @@ from nibabel.spatialimages import HeaderDataError
 
 from cascadeseg.errors import CascadesegError, ScanError
 from cascadeseg.formats.memory import DEFLATE_LIMIT, refuse_oversized
+from cascadeseg.formats.packed import COPY_AGAIN
 from cascadeseg.formats.placement import (
     MAX_SHEAR_DEGREES,
     SPACING_RANGE_MM,
@@ -61,7 +62,6 @@ NOT_OF_A_MASK = (
 )
 COPY_BYTES = 1 << 24
 READ_BYTES = 1 << 20
-COPY_AGAIN = "copy or download it again"
 
 
 def read_nifti(path: Path, volume: int | None = None, before: Before = nothing) -> Scan:
