@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-MASK_SUFFIXES = (".nii.gz", ".nii", ".mha", ".mhd", ".nrrd")
+NIFTI_SUFFIXES = (".nii.gz", ".nii")
+ITK_SUFFIXES = (".mha", ".mhd", ".nrrd", ".nhdr")
+"""MetaImage and NRRD, each in one file, or with a header and the voxels in files of their own."""
+
+MASK_SUFFIXES = (*NIFTI_SUFFIXES, ".mha", ".mhd", ".nrrd")
 """What `write_scan` can write, and `read_labels` read."""
 
 SEGMENTATION_SUFFIX = ".dcm"
@@ -14,8 +18,9 @@ LABEL_SUFFIXES = (*MASK_SUFFIXES, SEGMENTATION_SUFFIX)
 """What `write_labels` can write."""
 
 DICOM_SUFFIXES = (".dcm", ".ima")
+SERIES_SUFFIXES = (*DICOM_SUFFIXES, ".zip")
 
-SCAN_SUFFIXES = (*MASK_SUFFIXES, ".nhdr", ".hdr", *DICOM_SUFFIXES, ".zip")
+SCAN_SUFFIXES = (*NIFTI_SUFFIXES, *ITK_SUFFIXES, ".hdr", *SERIES_SUFFIXES)
 """What `read_scan` reads by name (a DICOM file may have any other name; a series may be a folder)."""
 
 VOXELS_SUFFIX = ".img"
@@ -41,7 +46,7 @@ def stem_of(path: str | Path) -> str:
 
 def is_not_dicom(path: str | Path) -> bool:
     """Whether a scan, by its name, is a file of another format."""
-    other = set(SCAN_SUFFIXES) - {*DICOM_SUFFIXES, ".zip"}
+    other = set(SCAN_SUFFIXES) - set(SERIES_SUFFIXES)
     return suffix_of(path) in other and not Path(path).is_dir()
 
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from cascadeseg.errors import ScanError
 from cascadeseg.formats.doctor import audit
 from cascadeseg.formats.find import looks_like_dicom
-from cascadeseg.formats.names import MASK_SUFFIXES, suffix_of
+from cascadeseg.formats.names import ITK_SUFFIXES, MASK_SUFFIXES, NIFTI_SUFFIXES, SERIES_SUFFIXES, suffix_of
 from cascadeseg.formats.placement import checked_grid
 from cascadeseg.formats.scan import Before, Scan, nothing
 from cascadeseg.geometry import Affine, Grid
@@ -152,7 +152,7 @@ def _opened(path: Path, suffix: str, series: str | None, volume: int | None, bef
         raise ScanError(path, "no such file or folder")
     if not path.is_file() and not path.is_dir():  # to open one without a writer would wait for ever
         raise ScanError(path, "a pipe or a device", "a file or a folder", "save what comes through it as a file")
-    if path.is_dir() or suffix in (".zip", ".dcm", ".ima") or _is_dicom(path):
+    if path.is_dir() or suffix in SERIES_SUFFIXES or _is_dicom(path):
         if is_labels:
             expected = f"a label map in one of {' '.join(MASK_SUFFIXES)}"
             raise ScanError(path, "DICOM", expected, "`infer --format nii.gz` makes one of a series")
@@ -163,11 +163,11 @@ def _opened(path: Path, suffix: str, series: str | None, volume: int | None, bef
         return read_dicom(path, series, before)
     if series is not None:
         raise ScanError(path, "not DICOM, so without series to choose from", "", "leave out --series")
-    if suffix in (".mha", ".mhd", ".nrrd", ".nhdr"):
+    if suffix in ITK_SUFFIXES:
         from cascadeseg.formats.itk import read_itk
 
         return read_itk(path, suffix, volume, before)
-    if suffix in (".nii", ".nii.gz", ".hdr", ".img"):
+    if suffix in (*NIFTI_SUFFIXES, ".hdr", ".img"):
         from cascadeseg.formats.nifti import read_nifti
 
         return read_nifti(path, volume, before)

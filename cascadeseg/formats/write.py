@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from cascadeseg.atomic import staged
 from cascadeseg.errors import OutputError
-from cascadeseg.formats.names import LABEL_SUFFIXES, MASK_SUFFIXES, SEGMENTATION_SUFFIX, suffix_of
+from cascadeseg.formats.names import LABEL_SUFFIXES, MASK_SUFFIXES, NIFTI_SUFFIXES, SEGMENTATION_SUFFIX, suffix_of
 from cascadeseg.formats.scan import DicomSeries, Scan
 from cascadeseg.geometry import Grid
 
@@ -79,7 +79,7 @@ def _encode(
     voxels: npt.NDArray[Any], grid: Grid, part: Path, native: object, is_labels: bool, model: Mapping[str, str]
 ) -> bool:
     """Writes the file, and says whether it reads back the same."""
-    if suffix_of(part) in (".nii", ".nii.gz"):
+    if suffix_of(part) in NIFTI_SUFFIXES:
         from cascadeseg.formats import nifti
 
         header = nifti.header_for(grid, voxels.dtype, native, is_labels=is_labels)
