@@ -68,8 +68,6 @@ def make_scan(files: DemoFiles, progress: Callable[[str, float], None]) -> None:
     Raises:
         OutputError: they cannot be written.
     """
-    import torch
-
     from cascadeseg.formats import Scan, write_labels, write_scan
     from cascadeseg.synthesis import PRESETS, render, sample_patient
 
@@ -78,6 +76,6 @@ def make_scan(files: DemoFiles, progress: Callable[[str, float], None]) -> None:
     grid = patient.field_of_view(SPACING_MM)
     phantom = render(patient, grid)
     progress("writing", 0.9)
-    voxels = phantom.hu.round().clamp(-32768, 32767).to(torch.int16).numpy()
+    voxels = phantom.voxels()
     write_scan(voxels, grid, files.scan)
     write_labels(phantom.labels.numpy(), files.reference, Scan(voxels, grid))

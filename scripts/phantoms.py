@@ -22,8 +22,7 @@ Volume = tuple[float, float, float]
 def rendered(patient: Patient, spacing_mm: Volume) -> tuple[Scan, Phantom]:
     """A patient's scan as a file would hold it, and what it shows."""
     phantom = render(patient, patient.field_of_view(spacing_mm))
-    voxels = phantom.hu.round().clamp(-32768, 32767).to(torch.int16).numpy()
-    return Scan(voxels, phantom.grid, source=f"synthetic {patient.seed}"), phantom
+    return Scan(phantom.voxels(), phantom.grid, source=f"synthetic {patient.seed}"), phantom
 
 
 def dice(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any], value: int) -> float | None:

@@ -128,7 +128,7 @@ def _write_case(folder: Path, name: str, seed: int, spacing_mm: Spacing | None, 
             raise
         found = f"no memory for its {' x '.join(map(str, grid.shape))} voxels"
         raise OutputError(scan, found, remedy="choose a larger spacing, or use a larger machine") from error
-    _write_volume(phantom.hu.to(torch.int16).numpy(), phantom.grid, scan)
+    _write_volume(phantom.voxels(), phantom.grid, scan)
     _write_volume(phantom.labels.numpy(), phantom.grid, labels)
 
 

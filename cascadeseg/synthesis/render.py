@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -33,6 +35,10 @@ class Phantom:
     labels: Tensor
     tissues: Tensor
     grid: Grid
+
+    def voxels(self) -> npt.NDArray[np.int16]:
+        """(X, Y, Z) the HU as a file has them."""
+        return self.hu.to(torch.int16).cpu().numpy()
 
 
 SLAB_VOXELS = {"cpu": 6_000_000, "cuda": 100_000_000}

@@ -90,8 +90,7 @@ class SyntheticPatient:
 
     def crop(self, grid: Grid) -> tuple[Scan, LabelMap]:
         phantom = render(self._patient, grid, self.device)
-        voxels = phantom.hu.round().clamp(-32768, 32767).to(torch.int16).cpu().numpy()
-        return Scan(voxels, grid, source="synthetic"), _synthetic_labels(phantom, self.labels)
+        return Scan(phantom.voxels(), grid, source="synthetic"), _synthetic_labels(phantom, self.labels)
 
     @cached_property
     def _patient(self) -> Any:
