@@ -187,9 +187,8 @@ def diaphragm_height(x: Tensor, y: Tensor, patient: Patient, side: int) -> Tenso
     torso, chest = patient.torso, patient.chest
     s = SIDES[side]
     cx, cy = s * 0.48 * torso.half_width, 0.08 * torso.half_depth
-    u = s * (x - cx)
+    u = s * (x - cx) / (0.55 * torso.half_width)
     v = y - cy
-    u = torch.where(u > 0, u / (0.55 * torso.half_width), u / (0.55 * torso.half_width))
     v = torch.where(v > 0, v / (0.95 * torso.half_depth), v / (1.08 * torso.half_depth))
     u2, v2 = u.square(), v.square()
     total = (u2 + v2).clamp(min=1e-6)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 COARSE_MM = 5.0
-FAR_MM = 30.0
+MARGIN = 2
 Slices = tuple[slice, slice, slice]
 
 
@@ -48,12 +48,12 @@ class Axes:
         return x[:, None, None], y[None, :, None], z[None, None, :]
 
 
-def coarse_axes(fine: Axes, margin: int = 2) -> Axes:
-    """The 5 mm lattice around a fine one, ``margin`` nodes more on each side than interpolation needs."""
+def coarse_axes(fine: Axes) -> Axes:
+    """The 5 mm lattice around a fine one, `MARGIN` nodes more on each side than interpolation needs."""
     rows = []
     for row in fine.rows():
-        first = int(np.floor(float(row[0]) / COARSE_MM)) - margin
-        last = int(np.floor(float(row[-1]) / COARSE_MM)) + 1 + margin
+        first = int(np.floor(float(row[0]) / COARSE_MM)) - MARGIN
+        last = int(np.floor(float(row[-1]) / COARSE_MM)) + 1 + MARGIN
         rows.append(torch.arange(first, last + 1, dtype=torch.float64) * COARSE_MM)
     return Axes(rows[0], rows[1], rows[2], (COARSE_MM, COARSE_MM, COARSE_MM))
 

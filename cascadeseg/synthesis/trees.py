@@ -80,13 +80,13 @@ def _upper_half(
     return (rank >= (count[group] + 1) // 2).astype(np.int64)
 
 
-def tree_beads(tree: Tree, least_leaves: int = 0, scale: float = 1.0, spacing: float = 0.7) -> Beads:
-    """The segments with at least so many leaves as beads, ``spacing`` radii (at least 0.45 mm) apart."""
+def tree_beads(tree: Tree, least_leaves: int = 0, scale: float = 1.0) -> Beads:
+    """The segments with at least so many leaves as beads, 0.7 radii (at least 0.45 mm) apart."""
     use = tree.leaves >= least_leaves
     start, end = tree.start[use], tree.end[use]
     r0, r1 = tree.start_radius[use] * scale, tree.end_radius[use] * scale
     length = np.linalg.norm(end - start, axis=1)
-    count = np.maximum(2, np.ceil(length / np.maximum(0.45, spacing * np.minimum(r0, r1))).astype(np.int64) + 1)
+    count = np.maximum(2, np.ceil(length / np.maximum(0.45, 0.7 * np.minimum(r0, r1))).astype(np.int64) + 1)
     segment = np.repeat(np.arange(len(count)), count)
     first = np.concatenate([[0], np.cumsum(count)[:-1]])
     u = (np.arange(len(segment)) - first[segment]) / (count[segment] - 1)
