@@ -283,10 +283,13 @@ def _classified(source: Source, header: Any, stream: IO[bytes]) -> tuple[str, li
         return LOCALISER, []
     if int(header.get("SamplesPerPixel", 1)) != 1:
         return "colour picture", []
-    frames = int(header.get("NumberOfFrames", None) or 1)
-    places = [_place(header, frame) for frame in range(frames)]
+    places = [_place(header, frame) for frame in range(_frames(header))]
     start = _pixels_start(header, stream)
     return "CT", [_slice(source, header, i, place, start) for i, place in enumerate(places)]
+
+
+def _frames(header: Any) -> int:
+    return int(header.get("NumberOfFrames", None) or 1)
 
 
 def _slice(source: Source, header: Any, frame: int, place: _Place, start: int | None) -> Slice:
@@ -297,7 +300,7 @@ def _slice(source: Source, header: Any, frame: int, place: _Place, start: int | 
     return Slice(
         source=source,
         frame=frame,
-        frames=int(header.get("NumberOfFrames", None) or 1),
+        frames=_frames(header),
         pixels_at=None if start is None else start + frame * rows * columns * stored.itemsize,
         series=Series(
             str(header.get("SeriesInstanceUID", "")),
@@ -434,8 +437,7 @@ def _pixels_start(header: Any, stream: IO[bytes]) -> int | None:
         raise ValueError("no pixels")
     explicit = tag[4:6] in PIXELS_VRS  # some files say one encoding and are of the other, which pydicom sees as well
     length = int.from_bytes(tag[8:12] if explicit else tag[4:8], "little")
-    frames = int(header.get("NumberOfFrames", None) or 1)
-    wanted = int(header.Rows) * int(header.Columns) * int(header.BitsAllocated) // 8 * frames
+    wanted = int(header.Rows) * int(header.Columns) * int(header.BitsAllocated) // 8 * _frames(header)
     start = stream.tell() - (0 if explicit else 4)
     end = stream.seek(0, 2)
     if min(length, end - start) < wanted:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -231,7 +231,7 @@ def _stack(slices: list[Slice], warnings: list[str]) -> Stack:
         f"slices tilted by {tilt:.1f} degrees (gantry tilt) were shifted by up to {reach:.3g} mm onto an upright "
         "grid; the mask lies on that grid"
     )
-    return Stack(stack.slices, stack.layers, spacing, shifts, tilt, (*stack.warnings, said))
+    return replace(stack, warnings=(*stack.warnings, said))
 
 
 def _layers(heights: npt.NDArray[np.float64]) -> tuple[list[Layer], float, list[str]]:
