@@ -40,6 +40,8 @@ BACKGROUND = 0
 RIGHT_LUNG = Label(1, "lung_right", "right lung", "right", (64, 160, 255), "3341006", Code("24028007", "Right"))
 LEFT_LUNG = Label(2, "lung_left", "left lung", "left", (255, 150, 60), "44029006", Code("7771000", "Left"))
 LUNGS = (RIGHT_LUNG, LEFT_LUNG)
+VALUES = {"background": BACKGROUND} | {label.name: label.value for label in LUNGS}
+"""By name, as descriptions of models and of data sets have them."""
 ANATOMICAL_STRUCTURE = Code("123037004", "Anatomical Structure")
 LUNG = Code("39607008", "Lung")
 LUNG_CHANNELS = slice(1, 3)

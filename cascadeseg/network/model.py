@@ -23,13 +23,12 @@ from torch import Tensor
 from cascadeseg import config as configs
 from cascadeseg.atomic import replace_file, replace_text
 from cascadeseg.errors import ConfigError, ModelError
-from cascadeseg.labels import BACKGROUND, LUNGS
+from cascadeseg.labels import VALUES
 from cascadeseg.network.unet import UNet, UNetConfig
 
 FORMAT = 1
 KEYS = {"name": str, "version": str, "sha256": str, "labels": dict, "stages": dict}
 """What every description has beside its format."""
-LABELS = {"background": BACKGROUND} | {label.name: label.value for label in LUNGS}
 COPY_AGAIN = "install or copy the model again"
 
 
@@ -143,7 +142,7 @@ def save_model(model: Model, folder: Path, *, half: bool = True) -> None:
         "name": model.name,
         "version": model.version,
         "sha256": hashlib.sha256(weights).hexdigest(),
-        "labels": LABELS,
+        "labels": VALUES,
         "stages": {name: {"view": asdict(stage.view), "unet": asdict(stage.unet)} for name, stage in stages.items()},
         "notes": dict(model.notes),
     }
@@ -206,9 +205,9 @@ def _description(folder: Path) -> dict[str, Any]:
     lacking += ["notes"] if not isinstance(description.get("notes", {}), dict) else []
     if lacking:
         raise ModelError(path, f"no {', '.join(lacking)} that can be read", "the JSON that training wrote", COPY_AGAIN)
-    if description["labels"] != LABELS:
+    if description["labels"] != VALUES:
         found = f"a model of the labels {json.dumps(description['labels'])}"
-        raise ModelError(path, found, json.dumps(LABELS), "train both stages anew on these")
+        raise ModelError(path, found, json.dumps(VALUES), "train both stages anew on these")
     return description
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from cascadeseg.atomic import replace_file, replace_text
 from cascadeseg.errors import OutputError
-from cascadeseg.labels import LUNGS
+from cascadeseg.labels import VALUES
 from cascadeseg.memory import is_out_of_memory
 from cascadeseg.synthesis.config import PRESETS, SynthesisConfig
 from cascadeseg.synthesis.patient import Patient, sample_patient
@@ -155,7 +155,7 @@ def _write_json(folder: Path) -> None:
         "name": "cascadeseg synthetic chest CT",
         "description": "Procedural anatomy; no patient data.",
         "channel_names": {"0": "CT"},
-        "labels": {"background": 0} | {label.name: label.value for label in LUNGS},
+        "labels": VALUES,
         "numTraining": len(cases),
         "file_ending": ".nii.gz",
     }
