@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import isfinite
+from math import inf, isfinite
 from typing import ClassVar, Literal
 
 from cascadeseg.config import Limits
 from cascadeseg.labels import BACKGROUND, BESIDE, IGNORE, LEFT_LUNG, RIGHT_LUNG
+from cascadeseg.network.engine import Precision
 from cascadeseg.network.model import View
 from cascadeseg.network.unet import UNetConfig
-
-INFINITE = float("inf")
 
 
 @dataclass(frozen=True)
@@ -186,7 +185,7 @@ class OptimisationConfig:
     clip_norm: float = 2.0
     ema: float = 0.998
     fixed_norm: float = 0.5
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    precision: Precision = "auto"
     checkpoint_blocks: bool = False
     channels_last: bool = True
     compile: bool = False
@@ -230,14 +229,14 @@ class TrainingConfig:
             "optimisation.validate_every optimisation.save_every",
         ),
         "0 or more": (
-            lambda n: 0 <= n < INFINITE,
+            lambda n: 0 <= n < inf,
             "view.prior_spacing_mm unet.blocks data.fold data.validation data.box_jitter_mm data.workers "
             "augmentation.scale augmentation.rotation_deg augmentation.elastic_mm augmentation.gain "
             "augmentation.offset_hu augmentation.gamma augmentation.noise_hu augmentation.thickest_mm "
             "optimisation.warm_up optimisation.weight_decay optimisation.prefetch optimisation.skip_at_most",
         ),
         "above 0": (
-            lambda n: 0 < n < INFINITE,
+            lambda n: 0 < n < inf,
             "view.spacing_mm view.scale_hu view.prior_contrast optimisation.learning_rate optimisation.clip_norm",
         ),
         "0 to 1": (
