@@ -293,12 +293,12 @@ def _split_if_both(label: Label, mask: Mask, grid: Grid) -> dict[Label, Mask]:
     return {RIGHT_LUNG: mask & on_right, LEFT_LUNG: mask & ~on_right}
 
 
-def _two_centroids(area: npt.NDArray[np.int64], rounds: int = 20) -> tuple[float, float]:
+def _two_centroids(area: npt.NDArray[np.int64]) -> tuple[float, float]:
     """The two centroids that split a profile best (Lloyd's algorithm in one dimension)."""
     index = np.arange(len(area))
     cumulative = np.cumsum(area) / area.sum()
     low, high = (float(np.searchsorted(cumulative, share)) for share in (0.1, 0.9))
-    for _ in range(rounds):
+    for _ in range(20):
         lower = index <= (low + high) / 2
         if not (area[lower].any() and area[~lower].any()):
             break

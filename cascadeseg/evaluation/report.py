@@ -160,7 +160,7 @@ def _lung(lung: LungResult) -> dict[str, Any]:
         "volume_ml": round(lung.volume_ml, 2),
         "height_mm": round(lung.height_mm, 1),
         "mean_hu": None if lung.mean_hu is None else round(lung.mean_hu, 1),
-        "complete": lung.complete and lung.volume_ml > 0,
+        "complete": lung.complete,
         "touches": list(lung.touches),
         "regrown": lung.regrown,
         "box_ras_mm": None if lung.box_mm is None else [list(map(float, corner)) for corner in lung.box_mm],
