@@ -80,18 +80,19 @@ class CaseStore:
         self._futures: dict[Path, Future[None]] = {}
         self._pool: ProcessPoolExecutor | None = None
         self._alive: Connection | None = None
-        self._wanted = [self._record(patient, kind) for patient, kind in wanted]
+        self._wanted = [_record(self.folder, patient, kind) for patient, kind in wanted]
         missing = [one for one, record in zip(wanted, self._wanted, strict=True) if not record.exists()]
         if missing and workers:
             spawn = get_context("spawn")
             ended, self._alive = spawn.Pipe(duplex=False)
             self._pool = ProcessPoolExecutor(workers, spawn, initializer=_be_modest, initargs=(ended,))
             for patient, kind in missing:
+                record = _record(self.folder, patient, kind)
                 # What failed in an earlier run is tried again, and must not end processes that wait for this one.
-                _failure(self._record(patient, kind)).unlink(missing_ok=True)
+                _failure(record).unlink(missing_ok=True)
                 job = self._pool.submit(_prepare_patient, config, patient, kind, self.folder)
-                job.add_done_callback(partial(self._tell_others, patient, self._record(patient, kind)))
-                self._futures[self._record(patient, kind)] = job
+                job.add_done_callback(partial(self._tell_others, patient, record))
+                self._futures[record] = job
 
     def names(self, patient: Patient) -> list[str]:
         """The names of a patient's cases; waits until they are ready."""
@@ -129,7 +130,7 @@ class CaseStore:
             self._alive.close()
 
     def _description(self, patient: Patient, kind: Kind) -> dict[str, Any]:
-        record = self._record(patient, kind)
+        record = _record(self.folder, patient, kind)
         job = self._futures.get(record)
         if job is not None:
             while not wait([job], WAIT_S).done:
@@ -161,9 +162,6 @@ class CaseStore:
         if not (self._closed or job.cancelled()) and isinstance(job.exception(), BrokenProcessPool):
             with suppress(OSError):
                 _failure(record).write_text(f"{patient.key}: {KILLED}", encoding="utf-8")
-
-    def _record(self, patient: Patient, kind: Kind) -> Path:
-        return self.folder / f"{patient.key}.{kind}.json"
 
 
 def locator_folder(config: TrainingConfig, fold: int) -> str | None:
@@ -226,7 +224,7 @@ def _locator(config: TrainingConfig, patient: Patient) -> Engine | None:
 
 
 def _prepare_patient(config: TrainingConfig, patient: Patient, kind: Kind, folder: Path) -> None:
-    record = folder / f"{patient.key}.{kind}.json"
+    record = _record(folder, patient, kind)
     if record.exists():  # another process was faster
         return
     try:
@@ -237,6 +235,11 @@ def _prepare_patient(config: TrainingConfig, patient: Patient, kind: Kind, folde
             _failure(record).write_text(f"{patient.key}: {error}", encoding="utf-8")
         raise
     _failure(record).unlink(missing_ok=True)
+
+
+def _record(folder: Path, patient: Patient, kind: Kind) -> Path:
+    """Names a patient's files; written last."""
+    return folder / f"{patient.key}.{kind}.json"
 
 
 def _failure(record: Path) -> Path:
