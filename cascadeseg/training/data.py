@@ -22,7 +22,7 @@ from cascadeseg.training.cases import FilePatient, Patient, SyntheticPatient, un
 from cascadeseg.training.config import DataConfig, TrainingConfig
 from cascadeseg.training.listing import listing, sides
 from cascadeseg.training.preflight import Inspected, inspect
-from cascadeseg.training.state import Relief
+from cascadeseg.training.state import CHECKPOINT, Relief
 
 LARGEST_BATCH = 4096
 TELL_EVERY_S = 30.0
@@ -167,7 +167,7 @@ def patients_of(
 def _kept_folds(cases: Sequence[Inspected], data: DataConfig, record: Path) -> dict[str, int]:
     """The fold of every case by name, as it was when the run began; a start that left no checkpoint began nothing."""
     digests = {case.entry.name: case.digest for case in cases}
-    if record.exists() and (record.parent / "checkpoint.pt").exists():
+    if record.exists() and (record.parent / CHECKPOINT).exists():
         content = json.loads(record.read_text(encoding="utf-8"))
         kept: dict[str, int] = content["folds"]
         if kept.keys() != digests.keys():

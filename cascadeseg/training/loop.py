@@ -34,7 +34,7 @@ from cascadeseg.training.log import Log, write_environment
 from cascadeseg.training.optimiser import optimiser_of
 from cascadeseg.training.prefetch import Prefetch, Stop, Stopped
 from cascadeseg.training.processes import Processes, agreed, launched, training_precision
-from cascadeseg.training.state import Relief, State, averaged, take_weights
+from cascadeseg.training.state import CHECKPOINT, Relief, State, averaged, take_weights
 from cascadeseg.training.step import Batch, Trainer, take_step
 from cascadeseg.training.validation import model_of, save_picture, surface_distances_available, validate
 
@@ -108,7 +108,7 @@ class Run:
 
     @property
     def checkpoint(self) -> Path:
-        return self.output / "checkpoint.pt"
+        return self.output / CHECKPOINT
 
     @property
     def first(self) -> bool:
@@ -339,7 +339,7 @@ def _check(config: TrainingConfig, output: Path, resume: bool) -> None:
         raise ConfigError("optimisation.compile", "no C++ compiler", expected, "leave it off")
     if config.stage == 2:
         load_model(locator_folder(config, config.data.fold))  # else missed only when the model is to be written
-    if (output / "checkpoint.pt").exists():
+    if (output / CHECKPOINT).exists():
         if not resume:
             raise ConfigError(output, "a run that has begun", "a new folder", "add --resume to go on with it")
         _same_recipe(config, configs.load(output / "config.toml", TrainingConfig), output / "config.toml")

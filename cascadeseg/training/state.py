@@ -19,6 +19,8 @@ from cascadeseg.network.unet import UNet
 from cascadeseg.training.config import TrainingConfig
 
 SMALLEST_PATCH = 16
+CHECKPOINT = "checkpoint.pt"
+"""In the run folder; where it is, the run has begun."""
 
 
 @dataclass(frozen=True)
