@@ -20,6 +20,18 @@ MARGIN = 2
 Slices = tuple[slice, slice, slice]
 
 
+def common(a: Slices, b: Slices) -> Slices | None:
+    """The box that two boxes share, or None."""
+    x, y, z = (slice(max(p.start, q.start), min(p.stop, q.stop)) for p, q in zip(a, b, strict=True))
+    return (x, y, z) if all(s.start < s.stop for s in (x, y, z)) else None
+
+
+def within(part: Slices, whole: Slices) -> Slices:
+    """Where a part of a box lies in an array that holds the box."""
+    x, y, z = (slice(p.start - w.start, p.stop - w.start) for p, w in zip(part, whole, strict=True))
+    return x, y, z
+
+
 @dataclass(frozen=True, eq=False)
 class Axes:
     """The voxel centres of an axis-aligned lattice: increasing rows of world mm (CPU, float64) and their steps."""

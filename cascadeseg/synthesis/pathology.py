@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cascadeseg.synthesis import anatomy
-from cascadeseg.synthesis.fields import Beads, Slices, normalised, splat
+from cascadeseg.synthesis.fields import Beads, Slices, common, normalised, splat, within
 from cascadeseg.synthesis.scene import Scene
 from cascadeseg.synthesis.tissue import Tissue
 
@@ -291,19 +291,12 @@ def _paint_nodule(scene: Scene, lung: Lung, weight: Tensor, beads: Beads, number
     f = scene.patient.findings
     lesion = f.lesions[number]
     part = scene.box_of(beads, 6.0)
-    if part is None:
+    box = None if part is None else common(part, lung.part)
+    if box is None:
         return
-    inner, outer = [], []
-    for mine, whole in zip(part, lung.part, strict=True):
-        start, stop = max(mine.start, whole.start), min(mine.stop, whole.stop)
-        if stop <= start:
-            return
-        outer.append(slice(start, stop))
-        inner.append(slice(start - whole.start, stop - whole.start))
-    box = (outer[0], outer[1], outer[2])
     distance = splat(beads, scene.axes[box], scene.device, 6.0)
     distance.add_(scene.noise(f.seed + 130, 5.0, box), alpha=0.8)
-    inside = weight[inner[0], inner[1], inner[2]]
+    inside = weight[within(box, lung.part)]
     body = scene.filled(distance.clone()).mul_(inside)
     if lesion.ground_glass:
         body.mul_(0.45)

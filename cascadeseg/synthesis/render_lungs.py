@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cascadeseg.synthesis import anatomy, pathology
-from cascadeseg.synthesis.fields import Beads, Slices, smooth_max, splat, splat_weight
+from cascadeseg.synthesis.fields import Beads, Slices, common, smooth_max, splat, splat_weight, within
 from cascadeseg.synthesis.render_body import Shapes
 from cascadeseg.synthesis.scene import Scene
 from cascadeseg.synthesis.tissue import Tissue
@@ -173,15 +173,12 @@ def _cut_out(scene: Scene, lung: Lung, excluded: tuple[Slices, Tensor] | None) -
     """Take the central structures out of a lung, with a rounded edge."""
     if excluded is None:
         return
-    inner, outer = [], []
-    for whole, mine in zip(excluded[0], lung.part, strict=True):
-        start, stop = max(whole.start, mine.start), min(whole.stop, mine.stop)
-        if stop <= start:
-            return
-        inner.append(slice(start - whole.start, stop - whole.start))
-        outer.append(slice(start - mine.start, stop - mine.start))
-    part = lung.distance[outer[0], outer[1], outer[2]]
-    part.copy_(smooth_max(part, -excluded[1][inner[0], inner[1], inner[2]], 4.0))
+    part, distance = excluded
+    box = common(part, lung.part)
+    if box is None:
+        return
+    mine = lung.distance[within(box, lung.part)]
+    mine.copy_(smooth_max(mine, -distance[within(box, part)], 4.0))
 
 
 def _paint_parenchyma(scene: Scene, lung: Lung, weight: Tensor) -> None:
