@@ -247,7 +247,7 @@ def _add_train(commands: Any) -> None:
     add("-o", "--output", metavar="RUN", help="the run's folder; default: runs/stage1 or runs/stage2")
     add("--resume", action="store_true", help="go on with the run in that folder, by its own recipe")
     add("--time-limit", type=_positive(float), metavar="MIN", help="save and stop after so many minutes (exit code 4)")
-    add("--device", default="auto", help="auto (default: cuda, else mps, else cpu), cpu, cuda, cuda:N or mps")
+    _add_device(parser)
     add("--devices", type=_positive(int), default=1, metavar="N", help="how many of them on each machine; default 1")
     add("--nodes", type=_positive(int), default=1, metavar="N", help="machines (torchrun or SLURM); default 1")
     add("--quiet", action="store_true", help="no progress")
@@ -270,6 +270,10 @@ def _add_which(parser: argparse.ArgumentParser) -> None:
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="DIR", help="a trained model's folder; default: the one in the package")
+    _add_device(parser)
+
+
+def _add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", default="auto", help="auto (default: cuda, else mps, else cpu), cpu, cuda, cuda:N or mps"
     )
