@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw
 
+from cascadeseg.labels import LUNGS
+
 WINDOWS = {"lung": (-1350, 150), "soft": (-160, 240)}
-COLOURS = {1: (64, 160, 255), 2: (255, 150, 60)}
 
 
 def picture(slab: np.ndarray, label: np.ndarray | None, window: str, aspect: float, height: int) -> Image.Image:
@@ -24,12 +25,12 @@ def picture(slab: np.ndarray, label: np.ndarray | None, window: str, aspect: flo
     grey = np.clip((slab.astype(np.float32) - low) / (high - low) * 255, 0, 255).astype(np.uint8)
     rgb = np.repeat(grey[:, :, None], 3, axis=2)
     if label is not None:
-        for value, colour in COLOURS.items():
-            mask = label == value
+        for lung in LUNGS:
+            mask = label == lung.value
             inner = mask.copy()
             for axis in (0, 1):
                 inner &= np.roll(mask, 1, axis) & np.roll(mask, -1, axis)
-            rgb[mask & ~inner] = colour
+            rgb[mask & ~inner] = lung.colour
     rgb = rgb.transpose(1, 0, 2)[::-1]
     width = max(8, round(height * slab.shape[0] / (slab.shape[1] * aspect)))
     tile = Image.new("RGB", (min(width, round(1.5 * height)), height))

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from validate import reference_of, scans_of
 
 from cascadeseg import config as configs
 from cascadeseg.cascade.crop import settle_sides
@@ -154,17 +155,13 @@ def _trained(config: TrainingConfig, run: Path, options: argparse.Namespace) -> 
 def _read(folder: Path, view: View) -> list[RealScan]:
     """The scans in memory, their references on the stage's grid."""
     found = []
-    for path in sorted(folder.glob("*.nii.gz")):
-        name = path.name.removesuffix(".nii.gz")
-        if name.endswith("_ref"):
-            continue
+    for path in scans_of(folder):
         scan = read_scan(path).canonical()
-        beside = path.with_name(f"{name}_ref.nii.gz")
         reference = None
-        if beside.exists():
-            labels, grid = read_labels(beside)
+        if reference_of(path).exists():
+            labels, grid = read_labels(reference_of(path))
             reference = labels_on(canonical_view(labels, grid), scan.grid, coarse_grid(scan, view)).numpy()
-        found.append(RealScan(name, scan, reference))
+        found.append(RealScan(path.name.removesuffix(".nii.gz"), scan, reference))
     return found
 
 
