@@ -172,9 +172,8 @@ def _ascend(parts: Parts, level: int, lower: Tensor, skip: Tensor, finish: Finis
         part = parts.ascend(level, lower[..., half], skip[..., slab.seen])
         kept = slice(slab.kept_of_seen.start * cell, slab.kept_of_seen.stop * cell)
         done = finish(part[..., kept]) if level == 0 else part[..., kept].to(parts.dtype)
-        if features is None:
-            features = torch.empty((*done.shape[:3], skip.shape[3] * cell), dtype=done.dtype)
-        features[..., slab.kept.start * cell : slab.kept.stop * cell] = done
+        place = slice(slab.kept.start * cell, slab.kept.stop * cell)
+        features = put(features, done, Slab(place, place), skip.shape[3] * cell, 1, done.dtype)
     if features is None:
         raise ValueError("an image without voxels")
     return features
