@@ -43,21 +43,12 @@ PIXELS_VRS = (b"OW", b"OB", b"UN")
 """No length begins so where there is no VR, as lengths are even."""
 
 _TAGS = [
-    *("SOPInstanceUID", "Modality", "ImageType", "StudyInstanceUID", "SeriesInstanceUID", "SeriesNumber"),
-    *("SeriesDescription", "InstanceNumber", "AcquisitionNumber", "ImagePositionPatient"),
-    *("ImageOrientationPatient", "PixelSpacing", "Rows", "Columns", "SamplesPerPixel", "BitsAllocated"),
-    *(
-        "BitsStored",
-        "HighBit",
-        "PixelPaddingValue",
-        "PixelRepresentation",
-        "RescaleSlope",
-        "RescaleIntercept",
-        "NumberOfFrames",
-    ),
-    *("SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence"),
-]
-
+    "SOPInstanceUID", "Modality", "ImageType", "StudyInstanceUID", "SeriesInstanceUID", "SeriesNumber",
+    "SeriesDescription", "InstanceNumber", "AcquisitionNumber", "ImagePositionPatient", "ImageOrientationPatient",
+    "PixelSpacing", "Rows", "Columns", "SamplesPerPixel", "BitsAllocated", "BitsStored", "HighBit",
+    "PixelPaddingValue", "PixelRepresentation", "RescaleSlope", "RescaleIntercept", "NumberOfFrames",
+    "SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence",
+]  # fmt: skip
 
 _LENIENCE = Lock()
 _lenient: list[ExitStack] = []

@@ -24,10 +24,9 @@ from cascadeseg.formats.dicom_files import Slice, Source, encoding_of
 from cascadeseg.formats.packed import COPY_AGAIN
 
 _TAGS = [
-    *("SamplesPerPixel", "PhotometricInterpretation", "NumberOfFrames", "Rows", "Columns", "BitsAllocated"),
-    *("BitsStored", "HighBit", "PixelRepresentation", "ExtendedOffsetTable", "ExtendedOffsetTableLengths"),
-    "PixelData",
-]
+    "SamplesPerPixel", "PhotometricInterpretation", "NumberOfFrames", "Rows", "Columns", "BitsAllocated", "BitsStored",
+    "HighBit", "PixelRepresentation", "ExtendedOffsetTable", "ExtendedOffsetTableLengths", "PixelData",
+]  # fmt: skip
 
 
 def values_reader() -> Callable[[Slice], npt.NDArray[Any]]:

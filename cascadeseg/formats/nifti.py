@@ -57,9 +57,9 @@ LABEL_INTENT = 1002
 GZIP_CONTAINER = 31  # zlib's wbits: the largest window, in gzip's wrapping
 GZIP_LEVEL = 1  # of isal: 0.6 MB and 0.02 s for a 512x512x320 mask
 NOT_OF_A_MASK = (
-    *("slice_start", "slice_end", "slice_code", "slice_duration", "toffset", "cal_min", "cal_max"),
-    *("intent_p1", "intent_p2", "intent_p3"),
-)
+    "slice_start", "slice_end", "slice_code", "slice_duration", "toffset", "cal_min", "cal_max",
+    "intent_p1", "intent_p2", "intent_p3",
+)  # fmt: skip
 COPY_BYTES = 1 << 24
 READ_BYTES = 1 << 20
 
