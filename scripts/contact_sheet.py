@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw
 
-from cascadeseg.labels import LUNGS
+from cascadeseg.labels import LUNGS, RIGHT_LUNG
 
 WINDOWS = {"lung": (-1350, 150), "soft": (-160, 240)}
 
@@ -50,8 +50,8 @@ def row(hu: np.ndarray, labels: np.ndarray | None, spacing: tuple[float, ...], t
         low, high = hits.min(0), hits.max(0)
         centre = [int(v) for v in (low + high) // 2]
         heights = [int(low[2] + f * (high[2] - low[2])) for f in (0.8, 0.5, 0.25)]
-        left = np.argwhere(labels[::2, ::2, ::2] == 1) * 2
-        side = int(left[:, 0].mean()) if len(left) else centre[0]
+        right = np.argwhere(labels[::2, ::2, ::2] == RIGHT_LUNG.value) * 2
+        side = int(right[:, 0].mean()) if len(right) else centre[0]
     else:
         heights = [int(f * (hu.shape[2] - 1)) for f in (0.75, 0.5, 0.25)]
         side = centre[0]

@@ -40,7 +40,7 @@ class Coarse:
     """Stage 1's opinion of a scan.
 
     Attributes:
-        lungs: (2, X, Y, Z) float16 probabilities of the right and the left lung, in the host's memory on any device.
+        lungs: (2, X, Y, Z) probabilities of the right and the left lung, of `locate` float16 and in the host's memory.
         grid: their grid: the scan's canonical directions, stage 1's spacing.
     """
 

@@ -1,4 +1,4 @@
-"""A faster engine for processors: the same network as an OpenVINO graph.
+"""Another engine for processors: the same network as an OpenVINO graph.
 
 The graph is built layer by layer from the folded network, which takes a few milliseconds. OpenVINO's own converter was
 weighed: it traces the module, needs a fixed shape to do it well, and its telemetry wants the internet, which `infer`
