@@ -91,8 +91,7 @@ def test_a_beating_heart_has_two_contours_and_the_same_labels() -> None:
     calm, beating = pair(quiet(), quiet(scanner={"pulse_mm": 8.0}))
     assert torch.equal(calm.labels, beating.labels)
     changed = (calm.hu - beating.hu).abs() > 30
-    share = [float(changed[calm.tissues == int(t)].float().mean()) for t in (Tissue.HEART, Tissue.SKIN, Tissue.LUNG)]
-    assert share[0] > 0.01
+    assert float(changed[calm.tissues == int(Tissue.HEART)].float().mean()) > 0.01
     assert float(changed.float().mean()) < 0.05
     outer = torch.ones_like(changed)
     outer[changed.shape[0] // 8 : -changed.shape[0] // 8] = False
