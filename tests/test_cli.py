@@ -209,13 +209,12 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"cascadeseg {cascadeseg.__version__}\n"
 
 
-def test_help_is_quick_and_loads_no_heavy_library() -> None:
+def test_help_loads_no_heavy_library() -> None:
+    """Which is what makes it quick."""
     heavy = "{'torch', 'numpy', 'monai', 'SimpleITK', 'nibabel', 'scipy', 'PIL', 'tqdm', 'pydicom'}"
     code = f"import sys; from cascadeseg.cli import main; main(['--help']); sys.exit(str({heavy} & set(sys.modules)))"
-    start = time.perf_counter()
     done = python("-c", code)
     assert done.stderr.strip() == "set()"
-    assert time.perf_counter() - start < 1.0, "0.3 s on a quiet machine"
 
 
 def test_infer_as_a_program_leaves_out_what_only_compilers_need(tmp_path: Path) -> None:
