@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from threading import Lock, Thread
 from typing import Protocol, TypeVar
 
 import torch
@@ -12,6 +13,8 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 AT_ONCE = 2
 """As many as a body has lungs: more would take more memory than was planned for."""
+_COUNTING = Lock()
+"""Held while the process's count of torch's threads is one thread's share."""
 
 
 class Each(Protocol):
@@ -48,14 +51,31 @@ def side_by_side(work: Callable[[Item], Result], items: Sequence[Item]) -> list[
     """
     if len(items) < AT_ONCE or not threads_to_share():
         return one_by_one(work, items)
-    threads, inference = torch.get_num_threads(), torch.is_inference_mode_enabled()
+    threads, inference = own_threads(), torch.is_inference_mode_enabled()
 
     def in_thread(item: Item) -> Result:
         with torch.inference_mode(inference):  # which each thread has for itself, too
             return work(item)
 
-    try:
-        with ThreadPoolExecutor(AT_ONCE, initializer=torch.set_num_threads, initargs=(threads // AT_ONCE,)) as pool:
-            return list(pool.map(in_thread, items))
-    finally:
+    with ThreadPoolExecutor(AT_ONCE, initializer=_take, initargs=(threads // AT_ONCE,)) as pool:
+        return list(pool.map(in_thread, items))
+
+
+def own_threads() -> int:
+    """How many threads torch has in the thread that calls: from when it first asks, as many as it had then."""
+    with _COUNTING:
+        return torch.get_num_threads()
+
+
+def _take(threads: int) -> None:
+    """Gives the thread that calls, which has just begun, its own count of torch's threads, and no other one.
+
+    What sets one thread's count sets that of all threads to come, too: another thread puts it back at once, or a
+    request that begins meanwhile would keep the share for good.
+    """
+    with _COUNTING:
+        of_others = torch.get_num_threads()
         torch.set_num_threads(threads)
+        restorer = Thread(target=torch.set_num_threads, args=(of_others,))
+        restorer.start()
+        restorer.join()

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from cascadeseg.parallel import side_by_side
+from cascadeseg.parallel import own_threads, side_by_side
 
 ALONE = not torch.backends.openmp.is_available()
 
@@ -25,6 +25,25 @@ def test_two_work_at_a_time_each_with_half_of_the_threads(four_threads):
 
     assert side_by_side(work, [1, 2, 3, 4]) == [(1, 2), (2, 2), (3, 2), (4, 2)]
     assert torch.get_num_threads() == 4
+
+
+@pytest.mark.skipif(ALONE, reason="torch counts its threads without OpenMP")
+def test_threads_that_begin_meanwhile_have_all_of_torchs_threads(four_threads):
+    """As the requests of a service do: what they have is theirs for good."""
+    counts: list[int] = []
+
+    def begin() -> None:
+        new = threading.Thread(target=lambda: counts.append(own_threads()))
+        new.start()
+        new.join()
+
+    def work(item: int) -> None:
+        begin()
+        side_by_side(lambda _: begin(), [1, 2])  # as within each of two lungs
+
+    side_by_side(work, [1, 2])
+    begin()
+    assert counts == [4] * 7
 
 
 def test_one_thread_works_alone(four_threads):

@@ -38,7 +38,7 @@ from cascadeseg.labels import LUNGS, Label
 from cascadeseg.network.bounded import BoundedEngine, EngineKind
 from cascadeseg.network.engine import Precision, find_device, give_back
 from cascadeseg.network.model import Model, load_model
-from cascadeseg.parallel import Each, one_by_one, side_by_side
+from cascadeseg.parallel import Each, one_by_one, own_threads, side_by_side
 
 Progress = Callable[[str, float], None]
 Verdict = Literal["ok", "review"]
@@ -192,6 +192,7 @@ class Segmenter:
         Raises:
             ScanError: it is no 3D CT volume, needs more memory than it may take, or has a lung larger than any.
         """
+        own_threads()  # of a thread that is new to torch: another scan's share would be its own from then on
         clock = _Clock(progress or (lambda step, done: None), self.device)
         with clock.step("read", 0.0):
             scan = _as_scan(scan, affine, before=self.plan)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from itertools import permutations, product
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from cascadeseg import parallel
 from cascadeseg.cascade.locate import coarse_grid
 from cascadeseg.cascade.pipeline import Segmenter
 from cascadeseg.errors import ConfigError, DeviceError, ModelError, ScanError
@@ -186,6 +188,22 @@ def test_what_torch_is_set_to_around_a_call_changes_nothing(around):
     finally:
         torch.set_default_dtype(before)
     assert np.array_equal(labels, expected)
+
+
+@pytest.mark.skipif(not torch.backends.openmp.is_available(), reason="torch counts its threads without OpenMP")
+def test_a_request_that_begins_while_another_refines_has_all_of_torchs_threads(torch_threads):
+    torch_threads(4)
+    segmenter, scan, counts = thresholding_segmenter(), chest(chest_grid((3.0, 3.0, 4.0))), []
+    request = threading.Thread(
+        target=segmenter.segment, args=(scan,), kwargs={"progress": lambda *_: counts.append(torch.get_num_threads())}
+    )
+    with parallel._COUNTING:
+        torch.set_num_threads(2)  # as one of the other's threads does for itself
+        request.start()
+        request.join(0.3)
+        torch.set_num_threads(4)
+    request.join()
+    assert set(counts) == {4}
 
 
 def test_a_field_of_records_is_a_scan():
