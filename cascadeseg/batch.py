@@ -249,7 +249,8 @@ def _started(job: Job, count: int, options: argparse.Namespace) -> tuple[Connect
     spawn = get_context("spawn")
     ours, theirs = spawn.Pipe()
     process = spawn.Process(target=_serve, args=(theirs, argparse.Namespace(**vars(options) | shares), threads))
-    process.start()
+    with _ctrl_c_waits():
+        process.start()
     theirs.close()
     ours.send(job)
     return ours, (process, job)
@@ -262,11 +263,12 @@ def _processors() -> int:
 
 def _serve(connection: Connection, options: argparse.Namespace, threads: int) -> None:
     """What each process does: a row for every job, or the error that stops them all, until nobody asks any more."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
-    import_when_used("torch._meta_registrations")
-    set_up_libraries()
-    load = Loader.of(options)
-    with suppress(EOFError, OSError, KeyboardInterrupt), sigterm_interrupts():
+    with suppress(EOFError, OSError, KeyboardInterrupt), interrupted_once_by(signal.SIGINT, signal.SIGTERM):
+        _ctrl_c_comes()
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+        import_when_used("torch._meta_registrations")
+        set_up_libraries()
+        load = Loader.of(options)
         while True:
             job = connection.recv()
             try:
@@ -290,24 +292,50 @@ def _end(at_work: dict[Connection, tuple[SpawnProcess, Job]]) -> None:
 
 
 @contextmanager
-def sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM, which schedulers and containers send, ends the block as Ctrl-C does; one that comes again is ignored.
+def interrupted_once_by(*signals: signal.Signals) -> Iterator[None]:
+    """The first of these signals ends the block as Ctrl-C does; what comes after it is ignored.
 
-    Not where somebody else already listens to it, nor outside the main thread, which alone hears signals.
+    SIGTERM is what schedulers and containers send. Not those that somebody else already listens to, nor outside the
+    main thread, which alone hears signals.
     """
 
     def interrupt(*_: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # `timeout` sends it twice: to us, and to our group
+        for number in before:
+            signal.signal(number, signal.SIG_IGN)  # `timeout` sends SIGTERM twice: to us, and to our group
         raise KeyboardInterrupt
 
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, interrupt)
+    heard = signals if threading.current_thread() is threading.main_thread() else ()
+    usual = (signal.SIG_DFL, signal.default_int_handler)
+    before = {number: handler for number in heard if (handler := signal.getsignal(number)) in usual}
+    for number in before:
+        signal.signal(number, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _ctrl_c_waits() -> Iterator[None]:
+    """Ctrl-C comes after the block, and in a process that is started in it once that asks for it, not as it imports."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    from multiprocessing import resource_tracker
+
+    resource_tracker.ensure_running()  # which would be started with the first process, and lets Ctrl-C through
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _ctrl_c_comes() -> None:
+    """What waited, in a process that was started while `_ctrl_c_waits`, comes now."""
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
 # ------------------------------------------------------------------------------------------------ what both need

@@ -11,6 +11,7 @@ import argparse
 import os
 import re
 import shlex
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,7 +42,7 @@ DEVICES = re.compile(r"auto|cpu|cuda|cuda:\d+|mps")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     survive_odd_terminals()
-    with batch.sigterm_interrupts():
+    with batch.interrupted_once_by(signal.SIGTERM):
         return _ended(arguments)
 
 

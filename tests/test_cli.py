@@ -804,6 +804,12 @@ def started(*arguments: str) -> tuple[subprocess.Popen[str], list[int]]:
     return process, workers
 
 
+def catches(pid: int, number: signal.Signals) -> bool:
+    """Whether a process has asked for a signal: Python does as it starts."""
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return bool(int(status["SigCgt"], 16) >> (number - 1) & 1)
+
+
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for processes in /proc")
 def test_a_process_that_is_killed_costs_one_scan(tmp_path: Path) -> None:
     scans = [str(make_scan(tmp_path / f"{name}.nii.gz")) for name in "abc"]
@@ -828,6 +834,39 @@ def test_no_process_outlives_an_interrupted_batch(tmp_path: Path, how: signal.Si
     assert how == signal.SIGKILL or "cascadeseg: interrupted" in errors.splitlines()
     assert len(list(tmp_path.glob("*_lungs.nii.gz"))) < 40
     assert not list(tmp_path.glob(".cascadeseg-*"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for processes in /proc")
+def test_ctrl_c_while_processes_are_starting_is_one_line(tmp_path: Path) -> None:
+    scans = [str(make_scan(tmp_path / f"{name}.nii.gz")) for name in "ab"]
+    process, workers = started(*scans)
+    while not all(catches(pid, signal.SIGINT) for pid in workers):
+        time.sleep(0.002)
+    for pid in (*workers, process.pid):  # as a terminal tells them all
+        os.kill(pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (130, "cascadeseg: interrupted\n")
+
+
+def test_an_interrupted_process_is_not_disturbed_again(tmp_path: Path) -> None:
+    code = """import argparse, os, signal
+from multiprocessing import Pipe
+from cascadeseg import batch
+def ahead():
+    try:
+        yield
+    finally:
+        os.kill(os.getpid(), signal.SIGTERM)
+def rows(*_):
+    for _ in ahead():
+        yield os.kill(os.getpid(), signal.SIGINT)
+batch._one_by_one, batch.Loader = rows, argparse
+batch.Loader.of = lambda options: None
+ours, theirs = Pipe()
+ours.send("a job")
+batch._serve(theirs, argparse.Namespace(), 1)"""
+    done = python("-c", code)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 # ------------------------------------------------------------------------------------------------- infer, refused
