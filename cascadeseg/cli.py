@@ -404,6 +404,7 @@ class _Table:
 
     def __init__(self, path: Path, options: argparse.Namespace) -> None:
         from cascadeseg.evaluation.report import read_table
+        from cascadeseg.outputs import followed
 
         if path.exists() and not (options.force or options.resume):
             raise OutputError(
@@ -411,7 +412,7 @@ class _Table:
             )
         self.path = path
         rows = read_table(path) if options.resume and path.exists() else []
-        self.rows = {Path(str(row["scan"])).resolve(): row for row in rows}
+        self.rows = {followed(Path(str(row["scan"]))): row for row in rows}
 
     def scans_done(self) -> frozenset[Path]:
         return frozenset(scan for scan, row in self.rows.items() if not row["error"])
@@ -419,8 +420,9 @@ class _Table:
     def add(self, row: Row) -> None:
         from cascadeseg.atomic import replace_text
         from cascadeseg.evaluation.report import table_csv
+        from cascadeseg.outputs import followed
 
-        self.rows[Path(str(row["scan"])).resolve()] = row
+        self.rows[followed(Path(str(row["scan"])))] = row
         replace_text(self.path, table_csv(self.rows.values()))
 
 

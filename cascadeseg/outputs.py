@@ -115,8 +115,8 @@ def find(arguments: Sequence[str]) -> tuple[list[Found], list[CascadesegError], 
             failures.append(error)
             continue
         for scan in scans:
-            found.setdefault(scan.resolve(), Found(scan, None if scan == path else path))
-    left = [file for file in passed if file.resolve() not in found]
+            found.setdefault(followed(scan), Found(scan, None if scan == path else path))
+    left = [file for file in passed if followed(file) not in found]
     files = "a file in a subfolder was" if len(left) == 1 else f"{len(left)} files in subfolders were"
     line = f"{files} passed over; if they are scans, give their folders too, such as {left[0].parent}" if left else ""
     return list(found.values()), failures, line
@@ -234,11 +234,11 @@ def _side_file(wish: str | None, beside: Path) -> Path | None:
 
 
 def _refuse_clashes(jobs: Sequence[Job]) -> None:
-    scans = {place for job in jobs for place in (_place(job.scan), job.scan.resolve())}
+    scans = {place for job in jobs for place in (_place(job.scan), followed(job.scan))}
     taken = Counter(_place(path) for job in jobs for path in job.files)
     for job in jobs:
         for path in job.files:
-            if _place(path) in (_place(job.scan), job.scan.resolve()):
+            if _place(path) in (_place(job.scan), followed(job.scan)):
                 raise OutputError(path, "the scan itself", "another name")
             if _place(path) in scans:
                 remedy = "leave that scan out, or choose another place with -o"
@@ -247,6 +247,11 @@ def _refuse_clashes(jobs: Sequence[Job]) -> None:
                 sharers = [str(other.scan) for other in jobs if _place(path) in map(_place, other.files)]
                 found = f"the result of {' and of '.join(sharers[:2])}"
                 raise OutputError(path, found, "one scan for each result", "segment them one by one, each with -o")
+
+
+def followed(path: Path) -> Path:
+    """A path, links followed. `Path.resolve` raises for a link to itself, which is a scan that cannot be read."""
+    return Path(os.path.realpath(path))
 
 
 def _place(path: Path) -> Path:
@@ -273,7 +278,7 @@ def _left_to_do(
 
 
 def _is_done(job: Job, wishes: Wishes) -> bool:
-    in_table = wishes.in_table is None or job.scan.resolve() in wishes.in_table
+    in_table = wishes.in_table is None or followed(job.scan) in wishes.in_table
     return in_table and all(path.exists() for path in job.files)
 
 

@@ -469,6 +469,17 @@ def test_one_missing_scan_of_several(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert (tmp_path / "a_lungs.nii.gz").exists()
 
 
+def test_a_link_to_itself_is_one_scan_that_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_scan(tmp_path / "in" / "a.nii.gz")
+    for name in ("b.nii.gz", "patient"):
+        (tmp_path / "in" / name).symlink_to(name)
+    for more in ([], ["--resume"]):
+        assert run("infer", "in", "-o", "out", "--csv", "all.csv", *more) == 3
+        errors = [line for line in capsys.readouterr().err.splitlines() if "warning" not in line]
+        expected = "cascadeseg: in/{0}: a link to nothing ({0}); expected a file; fetch what it leads to"
+        assert errors == [*map(expected.format, ("b.nii.gz", "patient")), "cascadeseg: 2 of 3 scans failed"]
+
+
 def test_several_scans_that_all_fail_are_exit_code_2(tmp_path: Path) -> None:
     assert run("infer", tmp_path / "a.nii.gz", tmp_path / "b.nii.gz") == 2
 
