@@ -14,7 +14,7 @@ import shlex
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -376,6 +376,8 @@ def _run_infer(options: argparse.Namespace) -> int:
         jobs, refused = outputs.plan(found, wishes, several=several, progress=progress)
     if (done := len(found) - len(jobs) - len(refused)) and not options.quiet:
         say(f"{done} of {len(found)} scans are done already")
+    if table is not None:
+        table.expect([*(Path(failure.where) for failure in failures), *(scan.scan for scan in found)])
     failed = 0
     for row in _rows(failures, refused, jobs, options):
         failed += bool(row.get("error"))
@@ -417,13 +419,20 @@ class _Table:
     def scans_done(self) -> frozenset[Path]:
         return frozenset(scan for scan, row in self.rows.items() if not row["error"])
 
+    def expect(self, scans: Iterable[Path]) -> None:
+        """Rows to come have the order of these scans, in whatever order several processes are done with them."""
+        from cascadeseg.outputs import followed
+
+        for scan in scans:
+            self.rows.setdefault(followed(scan), {})
+
     def add(self, row: Row) -> None:
         from cascadeseg.atomic import replace_text
         from cascadeseg.evaluation.report import table_csv
         from cascadeseg.outputs import followed
 
         self.rows[followed(Path(str(row["scan"])))] = row
-        replace_text(self.path, table_csv(self.rows.values()))
+        replace_text(self.path, table_csv([row for row in self.rows.values() if row]))
 
 
 def _batch_result(failed: int, total: int, several: bool) -> int:

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -678,6 +678,23 @@ def test_the_table_of_a_batch(tmp_path: Path) -> None:
     assert "failed with RuntimeError" in rows["fault.nii.gz"]["error"]
     assert "no such file" in rows["none.nii.gz"]["error"]
     assert rows["none.nii.gz"]["verdict"] == ""
+
+
+def test_the_table_has_the_order_of_the_scans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several processes are done in any order."""
+    one_by_one = batch.segment_all
+
+    def backwards(jobs: Any, options: argparse.Namespace) -> Iterator[Any]:
+        yield from one_by_one(jobs[::-1], options)
+
+    monkeypatch.setattr(batch, "segment_all", backwards)
+    scans = [make_scan(tmp_path / f"{name}.nii.gz") for name in ("z", "a", "fault")]
+    assert run("infer", *scans[:2], "--csv", "all.csv") == 0
+    assert [Path(row["scan"]).name for row in table(tmp_path / "all.csv")] == ["z.nii.gz", "a.nii.gz"]
+    make_scan(tmp_path / "more.nii.gz")
+    assert run("infer", *scans, tmp_path / "more.nii.gz", "none", "--csv", "all.csv", "--resume") == 3
+    names = ["z.nii.gz", "a.nii.gz", "none", "fault.nii.gz", "more.nii.gz"]
+    assert [Path(row["scan"]).name for row in table(tmp_path / "all.csv")] == names
 
 
 def test_the_table_goes_on_with_its_batch(tmp_path: Path, refused: Refused, capsys: pytest.CaptureFixture[str]) -> None:
