@@ -127,7 +127,7 @@ def _read_ahead(
     def read_one(job: Job) -> _Timed[Scan]:
         seconds: dict[str, float] = {}
         with timed(seconds, "read"):
-            return read(job.scan, options, load), seconds
+            return read(job.scan, options, load, job.labels), seconds
 
     ahead = 1 if options.max_memory is None else 0
     waiting = iter(jobs)
@@ -341,11 +341,15 @@ def _ctrl_c_comes() -> None:
 # ------------------------------------------------------------------------------------------------ what both need
 
 
-def read(path: Path, options: argparse.Namespace, load: Loader | None = None) -> Scan:
-    """A scan; where memory is limited or its plan is to be told, planned from its header before its voxels are read."""
-    from cascadeseg.formats import read_scan
+def read(path: Path, options: argparse.Namespace, load: Loader | None = None, labels: Path | None = None) -> Scan:
+    """A scan; before its voxels are read, its header says whether ``labels`` can be its mask, and, where memory is
+    limited or its plan is to be told, what it needs.
+    """
+    from cascadeseg.formats import check_source, read_scan
 
     def planned(outline: Scan) -> None:
+        if labels is not None:
+            check_source(labels, outline)
         if load is not None and (options.verbose or options.max_memory or options.max_vram):
             plan = load().plan(outline)
             if options.verbose:

@@ -396,6 +396,15 @@ def test_a_dicom_segmentation_of_a_dicom_series(tmp_path: Path) -> None:
         assert [np.count_nonzero(volume.array == n) for n in (1, 2)] == [np.count_nonzero(labels == n) for n in (1, 2)]
 
 
+def test_a_series_that_no_segmentation_can_be_of_is_refused_before_it_is_segmented(
+    tmp_path: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_series(tmp_path / "ct", two_boxes(), Grid.axis_aligned(SHAPE, (2, 2, 5)), SOPInstanceUID="1.2.3.4")
+    monkeypatch.setattr(pipeline, "Segmenter", lambda *_, **__: pytest.fail("loaded for nothing"))
+    words = "its slices lack SOPInstanceUIDs of their own, to name them by; choose another format"
+    refused(["infer", "ct", "-o", "lungs.dcm"], f"lungs.dcm: a DICOM segmentation of ct: {words}")
+
+
 def test_masks_of_mha_and_nrrd_are_of_their_kind(tmp_path: Path) -> None:
     import SimpleITK
 

@@ -12,7 +12,7 @@ from cascadeseg.formats.names import (
 )
 from cascadeseg.formats.read import has_its_own_affine, read_labels, read_outline, read_scan, scan_of
 from cascadeseg.formats.scan import Scan
-from cascadeseg.formats.write import check_writable, not_of_dicom, write_labels, write_scan
+from cascadeseg.formats.write import check_source, check_writable, not_of_dicom, write_labels, write_scan
 
 __all__ = [
     "LABEL_SUFFIXES",
@@ -20,6 +20,7 @@ __all__ = [
     "SCAN_SUFFIXES",
     "SEGMENTATION_SUFFIX",
     "Scan",
+    "check_source",
     "check_writable",
     "find_scans",
     "has_its_own_affine",

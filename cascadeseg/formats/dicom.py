@@ -160,7 +160,8 @@ def _outline(stack: Stack, path: Path, odd: tuple[str, ...]) -> Scan:
     refuse_oversized(path, stack.shape, dtype.itemsize, None)
     grid, repaired = checked_grid(stack.shape, stack.affine, path)
     files = tuple(slice_.source.name for slice_ in stack.slices)
-    native = DicomSeries(stack.series.study_uid, stack.series.uid, files, stack.slices[0].source.archive)
+    uids = frozenset(slice_.uid for slice_ in stack.slices)
+    native = DicomSeries(stack.series.study_uid, stack.series.uid, files, stack.slices[0].source.archive, uids)
     return Scan(hollow(stack.shape, dtype), grid, slope, intercept, str(path), native, (*odd, *repaired))
 
 

@@ -149,8 +149,6 @@ def _headers(series: DicomSeries, thickness_mm: float) -> list[Any]:
                     headers.append(pydicom.dcmread(stream, force=True, stop_before_pixels=True))
             except OSError as problem:
                 raise RuntimeError(f"the series cannot be read again: {problem}") from problem
-    if len({header.get("SOPInstanceUID", None) or "" for header in headers} - {""}) < len(headers):
-        raise RuntimeError("its slices lack SOPInstanceUIDs of their own, to name them by; choose another format")
     first = headers[0]
     first.FrameOfReferenceUID = first.get("FrameOfReferenceUID", None) or pydicom.uid.generate_uid()
     for header in headers:

@@ -68,12 +68,19 @@ class DicomSeries:
         series_uid: SeriesInstanceUID.
         files: the slices' files in order along the normal.
         archive: the zip that they lie in; empty if they lie in none.
+        uids: SOPInstanceUIDs of the files, each once; of one that has none the empty one.
     """
 
     study_uid: str
     series_uid: str
     files: tuple[str, ...]
     archive: str = ""
+    uids: frozenset[str] = frozenset()
+
+    @property
+    def has_named_files(self) -> bool:
+        """Whether each file has a SOPInstanceUID of its own; the frames of an enhanced CT share one file."""
+        return len(self.uids - {""}) == len(set(self.files))
 
 
 Before = Callable[[Scan], object]

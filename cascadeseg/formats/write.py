@@ -25,6 +25,17 @@ def check_writable(path: str | Path) -> None:
         part.unlink()
 
 
+def check_source(path: str | Path, scan: Scan) -> None:
+    """Raises OutputError if a scan's mask cannot be of the kind that its name says; call it before any work is done."""
+    if suffix_of(path) != SEGMENTATION_SUFFIX:
+        return
+    if not isinstance(scan.native, DicomSeries):
+        raise not_of_dicom(Path(path))
+    if not scan.native.has_named_files:
+        found = f"a DICOM segmentation of {scan.source}: its slices lack SOPInstanceUIDs of their own, to name them by"
+        raise OutputError(path, found, "", "choose another format")
+
+
 def write_labels(
     labels: npt.NDArray[np.uint8], path: str | Path, scan: Scan, model: Mapping[str, str] | None = None
 ) -> None:
@@ -43,6 +54,7 @@ def write_labels(
     Raises:
         OutputError: it could not be written; nothing is left behind.
     """
+    check_source(path, scan)
     _write(labels.astype(np.uint8, copy=False), scan.grid, Path(path), scan.native, is_labels=True, model=model or {})
 
 
@@ -63,8 +75,6 @@ def _write(
     if voxels.shape != grid.shape:
         raise ValueError(f"voxels of shape {voxels.shape} on a grid of {grid.shape}")
     _refuse_name(path)
-    if suffix_of(path) == SEGMENTATION_SUFFIX and not isinstance(native, DicomSeries):
-        raise not_of_dicom(path)
     with staged(path) as part:
         try:
             verified = _encode(voxels, grid, part, native, is_labels, model)
