@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from cascadeseg.errors import CascadesegError
 from cascadeseg.memory import is_out_of_memory
 
 Progress = Callable[[str, float], None]
+_bars: list[Any] = []
+"""What is drawn at the moment."""
 
 
 @contextmanager
@@ -25,13 +27,17 @@ def progress_bar(name: str, quiet: bool) -> Iterator[Progress]:
 
     form = "{desc} |{bar:30}| {percentage:3.0f}% {elapsed}"
     with tqdm(total=1.0, desc=name, bar_format=form, leave=False) as bar:
+        _bars.append(bar)
 
         def show(step: str, done: float) -> None:
             bar.set_description_str(f"{name}: {step}", refresh=False)
             bar.n = min(done, 1.0)
             bar.refresh()
 
-        yield show
+        try:
+            yield show
+        finally:
+            _bars.remove(bar)
 
 
 def say(text: str) -> None:
@@ -45,9 +51,12 @@ def complain(text: str) -> None:
 
 
 def _write(stream: TextIO, line: str) -> None:
+    """A line of its own, also while a bar is drawn: one scan is told while the next is segmented."""
+    bar = next(iter(_bars), None)  # of another thread, perhaps, which takes it away when it likes
     try:
-        stream.write(f"{line}\n")
-        stream.flush()
+        with nullcontext() if bar is None else bar.external_write_mode(file=stream):
+            stream.write(f"{line}\n")
+            stream.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 

@@ -27,7 +27,7 @@ import torch
 from PIL import Image
 
 import cascadeseg
-from cascadeseg import batch, cli
+from cascadeseg import batch, cli, terminal
 from cascadeseg.cascade import pipeline
 from cascadeseg.cascade.confidence import Signs
 from cascadeseg.cascade.pipeline import LungResult, Segmentation, Segmenter
@@ -277,6 +277,19 @@ def test_progress_is_for_terminals(
     assert "scan.nii.gz: locate |" in capsys.readouterr().err
     assert run("infer", scan, "--force", "--quiet") == 0
     assert "locate" not in capsys.readouterr().err
+
+
+def test_lines_do_not_begin_behind_a_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """One scan is told while the bar of the next is drawn, on the same terminal."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdout", sys.stderr)
+    with terminal.progress_bar("b.nii.gz", quiet=False) as progress:
+        progress("locate", 0.5)
+        terminal.say("a.nii.gz: right lung")
+        terminal.complain("a.nii.gz: warning")
+        progress("refine", 0.6)
+    shown = capsys.readouterr().err.replace("\n", "\r").split("\r")
+    assert {"a.nii.gz: right lung", "cascadeseg: a.nii.gz: warning"} <= set(shown)
 
 
 def test_quiet_and_verbose(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
