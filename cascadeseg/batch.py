@@ -282,12 +282,14 @@ def _end(at_work: dict[Connection, tuple[SpawnProcess, Job]]) -> None:
     """Ends processes, those that are at a scan in the middle of it, nothing half written."""
     for connection in at_work:
         connection.close()
-    patient_until = time.monotonic() + PATIENCE_S  # Ctrl-C goes to all processes of a terminal
-    for process, _ in at_work.values():
-        process.join(max(0.0, patient_until - time.monotonic()))
-    for process, _ in at_work.values():
-        process.terminate()
-    for process, _ in at_work.values():
+    processes = [process for process, _ in at_work.values()]
+    for end in ("terminate", "kill"):  # an interruption in an import may be lost, and leave its thread waiting for ever
+        patient_until = time.monotonic() + PATIENCE_S  # Ctrl-C goes to all processes of a terminal
+        for process in processes:
+            process.join(max(0.0, patient_until - time.monotonic()))
+        for process in processes:
+            getattr(process, end)()
+    for process in processes:
         process.join()
 
 

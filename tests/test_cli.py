@@ -15,7 +15,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -854,6 +856,9 @@ def started(*arguments: str) -> tuple[subprocess.Popen[str], list[int]]:
     return process, workers
 
 
+DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(300)"
+
+
 def catches(pid: int, number: signal.Signals) -> bool:
     """Whether a process has asked for a signal: Python does as it starts."""
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
@@ -896,6 +901,24 @@ def test_ctrl_c_while_processes_are_starting_is_one_line(tmp_path: Path) -> None
         os.kill(pid, signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (130, "cascadeseg: interrupted\n")
+
+
+def test_a_process_that_does_not_hear_is_ended_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = subprocess.Popen([sys.executable, "-c", DEAF], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+    monkeypatch.setattr(batch, "PATIENCE_S", 0.1)
+
+    class Deaf:
+        terminate, kill = process.terminate, process.kill
+
+        def join(self, seconds: float = 60) -> None:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(seconds)
+
+    ours, _ = Pipe()
+    batch._end({ours: (Deaf(), None)})  # type: ignore[dict-item]
+    assert process.returncode == -signal.SIGKILL
 
 
 def test_an_interrupted_process_is_not_disturbed_again(tmp_path: Path) -> None:
