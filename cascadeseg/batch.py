@@ -26,7 +26,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from cascadeseg.errors import DeviceError, ModelError
-from cascadeseg.terminal import complain, in_one_line, progress_bar, say
+from cascadeseg.terminal import complain, in_one_line, progress_bar, say, survive_odd_terminals
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -263,6 +263,7 @@ def _processors() -> int:
 
 def _serve(connection: Connection, options: argparse.Namespace, threads: int) -> None:
     """What each process does: a row for every job, or the error that stops them all, until nobody asks any more."""
+    survive_odd_terminals()
     with suppress(EOFError, OSError, KeyboardInterrupt), interrupted_once_by(signal.SIGINT, signal.SIGTERM):
         _ctrl_c_comes()
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))

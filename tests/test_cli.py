@@ -823,6 +823,16 @@ def test_several_scans_at_once(tmp_path: Path) -> None:
     assert sorted(bool(row["error"]) for row in table(tmp_path / "all.csv")) == [False] * 3 + [True]
 
 
+@pytest.mark.parametrize(("set_to", "stdout"), [("PYTHONIOENCODING=ascii", ">said"), ("", ">&-")])
+def test_processes_survive_odd_terminals_too(tmp_path: Path, set_to: str, stdout: str) -> None:
+    for name in ("Lungenflügel", "肺"):
+        make_scan(tmp_path / "in" / f"{name}.nii.gz")
+    command = f"{set_to} {sys.executable} -m cascadeseg infer in -o out --jobs 2 --verbose {stdout}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert names(tmp_path / "out") == ["Lungenflügel_lungs.nii.gz", "肺_lungs.nii.gz"]
+
+
 def test_what_no_scan_would_survive_ends_all_processes(tmp_path: Path) -> None:
     scans = [str(make_scan(tmp_path / f"{name}.nii.gz")) for name in "abc"]
     done = python("-m", "cascadeseg", "infer", *scans, "--jobs", "2", "--model", "no/such")
