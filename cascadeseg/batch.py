@@ -26,6 +26,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from cascadeseg.errors import DeviceError, ModelError
+from cascadeseg.parallel import processors
 from cascadeseg.terminal import complain, in_one_line, progress_bar, say, survive_odd_terminals
 
 if TYPE_CHECKING:
@@ -245,7 +246,7 @@ def _started(job: Job, count: int, options: argparse.Namespace) -> tuple[Connect
 
     limits = {name: getattr(options, name) for name in ("max_memory", "max_vram")}
     shares = {name: limit / count for name, limit in limits.items() if limit}
-    threads = max(1, _processors() // count)
+    threads = max(1, processors() // count)
     spawn = get_context("spawn")
     ours, theirs = spawn.Pipe()
     process = spawn.Process(target=_serve, args=(theirs, argparse.Namespace(**vars(options) | shares), threads))
@@ -254,11 +255,6 @@ def _started(job: Job, count: int, options: argparse.Namespace) -> tuple[Connect
     theirs.close()
     ours.send(job)
     return ours, (process, job)
-
-
-def _processors() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _serve(connection: Connection, options: argparse.Namespace, threads: int) -> None:

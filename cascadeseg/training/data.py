@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Generator, Tensor
 from cascadeseg.atomic import replace_text
 from cascadeseg.errors import ConfigError
 from cascadeseg.labels import IGNORE
+from cascadeseg.parallel import processors
 from cascadeseg.synthesis import PRESETS
 from cascadeseg.training.augmentation import Cut, cut, padded, varied
 from cascadeseg.training.cache import CaseStore, Kind
@@ -68,7 +68,7 @@ class Data:
         order += [(patient, "whole") for patient in self.validation]
         order += [(patient, "cases") for patient in self.training[len(first) :]]
         folder = Path(config.data.cache) if config.data.cache else output / "cases"
-        workers = (config.data.workers or max(1, (os.cpu_count() or 2) - 1)) if prepares else 0
+        workers = (config.data.workers or max(1, processors() - 1)) if prepares else 0
         self.store = CaseStore(folder, config, order, workers=workers, stopped=stopped)
 
     def prepare_first(self, tell: Callable[[str], None]) -> None:
@@ -154,7 +154,7 @@ def patients_of(
         return all_of_them[data.validation :], all_of_them[: data.validation]
     listed = listing(Path(data.source))
     mapping, problems = sides(listed, data.labels)
-    cases = inspect(listed, mapping, problems, data.workers or os.cpu_count() or 2, stopped)
+    cases = inspect(listed, mapping, problems, data.workers or processors(), stopped)
     folds = _kept_folds(cases, data, record)
     patients = [FilePatient(case, folds[case.entry.name]) for case in cases]
     training = [patient for patient in patients if patient.fold != data.fold]

@@ -27,6 +27,7 @@ from cascadeseg.labels import BESIDE
 from cascadeseg.memory import keep_freed_memory
 from cascadeseg.network.model import load_model, save_model
 from cascadeseg.network.unet import UNet
+from cascadeseg.parallel import processors
 from cascadeseg.training.cache import locator_folder
 from cascadeseg.training.config import TrainingConfig
 from cascadeseg.training.data import LARGEST_BATCH, Data, batch_of
@@ -290,10 +291,10 @@ def _log(run: Run, quiet: bool) -> Log:
         precision = training_precision(numbers, run.fabric.device)
         where = f"{run.fabric.device.type} ({precision})"
         log.tell(f"{title} on {where}: {patients}; kept in {run.output}")
-    processors, alone = os.cpu_count() or 1, run.fabric.device.type == "cpu" and run.fabric.world_size == 1
-    if alone and torch.get_num_threads() == 1 < processors:
-        remedy = f"unset OMP_NUM_THREADS, or set it to {processors}"
-        log.tell(f"warning: torch uses 1 of {processors} processors, which trains far slower; {remedy}")
+    usable, alone = processors(), run.fabric.device.type == "cpu" and run.fabric.world_size == 1
+    if alone and torch.get_num_threads() == 1 < usable:
+        remedy = f"unset OMP_NUM_THREADS, or set it to {usable}"
+        log.tell(f"warning: torch uses 1 of {usable} processors, which trains far slower; {remedy}")
     if run.data.validation and not surface_distances_available():
         log.tell("without monai and SimpleITK validation gives Dice alone, no surface distances")
     return log

@@ -609,6 +609,14 @@ def test_patients_without_a_lung_end_a_run_of_stage_2_in_one_line(folder, cache,
         data.cut(0, 0, Relief())
 
 
+def test_without_a_number_workers_take_all_processors_but_one_that_the_run_may_use(tmp_path, monkeypatch):
+    """In a batch system's job that may be 3 of 64, and a process for each of 64 takes more memory than the job has."""
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {3, 7, 60}, raising=False)
+    monkeypatch.setattr("cascadeseg.training.data.CaseStore", lambda *_, workers, **__: workers)
+    assert Data(with_data(stage1("synthetic"), workers=0), tmp_path).store == 2
+
+
 def test_workers_end_with_their_store(tmp_path):
     config = stage1("synthetic")
     patient = SyntheticPatient(1, "default", LabelNames())

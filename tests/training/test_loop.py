@@ -655,7 +655,7 @@ def test_a_single_thread_of_several_processors_is_told(
     recipe, tmp_path, capsys, monkeypatch, torch_threads, threads, processors
 ):
     torch_threads(threads)
-    monkeypatch.setattr(loop.os, "cpu_count", lambda: processors)
+    monkeypatch.setattr(loop, "processors", lambda: processors)
     train(recipe(steps=1), tmp_path / "run", device="cpu")
     told = "warning: torch uses 1 of 4 processors, which trains far slower; unset OMP_NUM_THREADS, or set it to 4"
     assert (told in capsys.readouterr().err) == ((threads, processors) == (1, 4))
