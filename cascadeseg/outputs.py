@@ -169,9 +169,17 @@ def _told_apart(scans: Sequence[Found], wishes: Wishes, several: bool) -> list[F
         named.setdefault(_labels_path(found, wishes, several), []).append(found)
     told: dict[Found, Found] = {}
     for same in named.values():
-        root = Path(os.path.commonpath([found.scan.parent.absolute() for found in same]))
+        root = _folder_above([found.scan for found in same])
         told |= {found: Found(found.scan, root) if len(same) > 1 else found for found in same}
     return [told[found] for found in scans]
+
+
+def _folder_above(scans: Sequence[Path]) -> Path | None:
+    """The folder that holds them all; None where they lie on several drives, and `_refuse_clashes` refuses them."""
+    try:
+        return Path(os.path.commonpath([scan.parent.absolute() for scan in scans]))
+    except ValueError:
+        return None
 
 
 def _is_made(folder: Path, jobs: Sequence[Job]) -> bool:
@@ -328,7 +336,10 @@ def check_place(path: Path) -> None:
 
 def check_folder(path: Path) -> None:
     """Raises OutputError if `make_folder` could not make this folder, or nothing could be written in it; makes none."""
-    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    folders = (path, *path.absolute().parents)
+    there = next((folder for folder in folders if folder.exists()), None)
+    if there is None:
+        raise OutputError(path, f"there is no {folders[-1]}", "", "choose another folder")
     if not there.is_dir():
         raise OutputError(there, "a file", "a folder", "choose another name")
     if not os.access(there, os.W_OK | os.X_OK):

@@ -33,11 +33,12 @@ from cascadeseg import batch, cli, terminal
 from cascadeseg.cascade import pipeline
 from cascadeseg.cascade.confidence import Signs
 from cascadeseg.cascade.pipeline import LungResult, Segmentation, Segmenter
-from cascadeseg.errors import DeviceError, ModelError
+from cascadeseg.errors import DeviceError, ModelError, OutputError
 from cascadeseg.evaluation import tables
 from cascadeseg.formats import LABEL_SUFFIXES, MASK_SUFFIXES, Scan, read, read_labels, write_scan
 from cascadeseg.geometry import Grid, canonical_view
 from cascadeseg.labels import LUNGS
+from cascadeseg.outputs import check_folder
 from tests.formats.dicom_series import write_series
 
 SHAPE = (24, 20, 16)
@@ -1118,6 +1119,24 @@ def test_scans_of_one_name_get_the_folders_they_lie_in(tmp_path: Path) -> None:
         assert (tmp_path / f"out{number}" / "p1" / "ct_lungs.nii.gz").exists()
         assert (tmp_path / f"out{number}" / "p2" / "ct_lungs.nii.gz").exists()
     assert (tmp_path / "out0" / "other_lungs.nii.gz").exists()
+
+
+def test_scans_of_one_name_on_several_drives_are_refused_in_one_line(
+    tmp_path: Path, refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def of_windows(paths: Sequence[Path]) -> str:
+        raise ValueError("Paths don't have the same drive")
+
+    scans = [make_scan(tmp_path / patient / "ct.nii.gz") for patient in ("p1", "p2")]
+    monkeypatch.setattr(os.path, "commonpath", of_windows)
+    mask = Path("out", "ct_lungs.nii.gz")
+    refused(["infer", *scans, "-o", "out"], f"{mask}: the result of {scans[0]} and of {scans[1]}; expected one scan")
+
+
+def test_a_drive_that_is_not_there_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "exists", lambda path: False)
+    with pytest.raises(OutputError, match=f"^runs: there is no {re.escape(Path.cwd().anchor)}; choose another folder"):
+        check_folder(Path("runs"))
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write everywhere")
