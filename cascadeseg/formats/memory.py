@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from cascadeseg.errors import ScanError
 
 DEFLATE_LIMIT = 1040
 """Deflate packs at most about 1,032 bytes into one; nothing true is packed tighter than this."""
+OWN_GROUPS, CONTROL_GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 
 
 def available_memory_bytes() -> int | None:
@@ -51,11 +53,9 @@ def _in_words(count: int) -> str:
 
 
 def _free_bytes() -> int | None:
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+    for line in _text(Path("/proc/meminfo")).splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):  # Windows has no sysconf
@@ -63,12 +63,23 @@ def _free_bytes() -> int | None:
 
 
 def _container_limit_bytes() -> int | None:
-    """The limit that a container sets on all of its processes together."""
-    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            text = Path(name).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            return int(text)
-    return None
+    """The lowest limit that a container, or a batch system on a job, sets on all of its processes together."""
+    files = [group / name for group in _control_groups() for name in ("memory.max", "memory.limit_in_bytes")]
+    return min((int(text) for text in map(_text, files) if text.isdigit()), default=None)
+
+
+def _control_groups() -> Iterator[Path]:
+    """Where Linux keeps the memory limits of the groups that this process is in, and of those that these are in."""
+    for line in _text(OWN_GROUPS).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers in ("", "memory"):  # of version 2, of version 1
+            group = Path(path.lstrip("/"))  # as seen from a container its own is the outermost
+            yield from (CONTROL_GROUPS / controllers / part for part in (group, *group.parents))
+
+
+def _text(file: Path) -> str:
+    """What is in a file, or nothing where there is none."""
+    try:
+        return file.read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        return ""
