@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from cascadeseg.formats import (
     stem_of,
     suffix_of,
 )
+from cascadeseg.formats.names import VOXELS_SUFFIX
 from cascadeseg.geometry import SAME_GRID_MM, Grid
 from cascadeseg.terminal import Progress
 
@@ -115,11 +117,17 @@ def find(arguments: Sequence[str]) -> tuple[list[Found], list[CascadesegError], 
             failures.append(error)
             continue
         for scan in scans:
-            found.setdefault(followed(scan), Found(scan, None if scan == path else path))
+            found.setdefault(followed(_header_of(scan)), Found(scan, None if scan == path else path))
     left = [file for file in passed if followed(file) not in found]
     files = "a file in a subfolder was" if len(left) == 1 else f"{len(left)} files in subfolders were"
     line = f"{files} passed over; if they are scans, give their folders too, such as {left[0].parent}" if left else ""
     return list(found.values()), failures, line
+
+
+def _header_of(scan: Path) -> Path:
+    """The file that stands for a scan: of ``.hdr`` and ``.img`` the header, whichever of them was named."""
+    header = scan.with_suffix(".hdr")
+    return header if suffix_of(scan) == VOXELS_SUFFIX and header.exists() else scan
 
 
 def plan(
@@ -242,13 +250,14 @@ def _side_file(wish: str | None, beside: Path) -> Path | None:
 
 
 def _refuse_clashes(jobs: Sequence[Job]) -> None:
-    scans = {place for job in jobs for place in (_place(job.scan), followed(job.scan))}
+    read = {job: _known_as(job.scan) | _known_as(followed(job.scan)) for job in jobs}
+    scans = set().union(*read.values())
     taken = Counter(_place(path) for job in jobs for path in job.files)
     for job in jobs:
         for path in job.files:
-            if _place(path) in (_place(job.scan), followed(job.scan)):
+            if _known_as(path) & read[job]:
                 raise OutputError(path, "the scan itself", "another name")
-            if _place(path) in scans:
+            if _known_as(path) & scans:
                 remedy = "leave that scan out, or choose another place with -o"
                 raise OutputError(path, f"the result of {job.scan}, and a scan as well", "", remedy)
             if taken[_place(path)] > 1:
@@ -260,6 +269,15 @@ def _refuse_clashes(jobs: Sequence[Job]) -> None:
 def followed(path: Path) -> Path:
     """A path, links followed. `Path.resolve` raises for a link to itself, which is a scan that cannot be read."""
     return Path(os.path.realpath(path))
+
+
+def _known_as(path: Path) -> set[object]:
+    """Where a file lies and, if it is there, its number: to some disks ``CT.nii`` and ``ct.nii`` are one file."""
+    known: set[object] = {_place(path)}
+    with suppress(OSError):
+        status = path.lstat()
+        known |= {(status.st_dev, status.st_ino)} if status.st_ino else set()  # not every disk has numbers
+    return known
 
 
 def _place(path: Path) -> Path:

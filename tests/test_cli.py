@@ -1093,6 +1093,9 @@ def test_outputs_are_refused_before_any_work(tmp_path: Path, refused: Refused, m
     for same in ("link/a.nii.gz", f"{tmp_path}/../{tmp_path.name}/a.nii.gz"):
         refused(["infer", scan, "-o", same, "--force"], "a.nii.gz: the scan itself; expected another name")
     refused(["infer", "alias.nii.gz", "-o", scan, "--force"], "a.nii.gz: the scan itself; expected another name")
+    Path("A.nii.gz").hardlink_to(scan)  # a name of the same file, as in capitals on a Mac
+    refused(["infer", scan, "-o", "A.nii.gz", "--force"], "A.nii.gz: the scan itself; expected another name")
+    Path("A.nii.gz").unlink()
     refused(["infer", scan, "a_lungs.nii.gz", "--force"], "a_lungs.nii.gz: the result of", "and a scan as well; leave")
     refused(["infer", ""], "'': an empty name; expected a scan or a folder of scans")
     refused(["infer", scan, "-o", ""], "infer: argument -o/--output: an empty name; see what the shell put in")
@@ -1108,6 +1111,15 @@ def test_outputs_are_refused_before_any_work(tmp_path: Path, refused: Refused, m
     refused(["infer", "ct", "-o", "ct/slice001.dcm", "--force"], "slice001.dcm: a file that is no DICOM segmentation")
     twin = make_scan(tmp_path / "a.nii")
     refused(["infer", scan, twin, "-o", "out", "--format", "nrrd"], "a_lungs.nrrd: the result of", "one scan for each")
+
+
+def test_header_and_voxels_of_a_pair_are_one_scan(tmp_path: Path) -> None:
+    """As `infer pairs/*` names them."""
+    (tmp_path / "pairs").mkdir()
+    nibabel.save(nibabel.Nifti1Pair(two_boxes(), np.diag([2.0, 2.0, 5.0, 1.0])), tmp_path / "pairs" / "p.img")
+    for which in (["p.hdr", "p.img"], ["p.img", "p.hdr"], ["p.img"]):
+        assert run("infer", *(tmp_path / "pairs" / name for name in which), "-o", "out/", "--force") == 0
+        assert names(tmp_path / "out") == ["p_lungs.nii.gz"]
 
 
 def test_scans_of_one_name_get_the_folders_they_lie_in(tmp_path: Path) -> None:
