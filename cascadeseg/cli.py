@@ -560,13 +560,18 @@ def _run_synth(options: argparse.Namespace) -> int:
 
 
 def _three(spacing: list[float] | None) -> tuple[float, float, float] | None:
+    from cascadeseg.formats.placement import SPACING_RANGE_MM
+
     if spacing is None:
         return None
-    if len(spacing) == 1:
-        return spacing[0], spacing[0], spacing[0]
-    if len(spacing) == 3:
-        return spacing[0], spacing[1], spacing[2]
-    raise ConfigError("--spacing", f"{len(spacing)} numbers", "one or three, in mm")
+    if len(spacing) not in (1, 3):
+        raise ConfigError("--spacing", f"{len(spacing)} numbers", "one or three, in mm")
+    low, high = SPACING_RANGE_MM
+    for mm in spacing:
+        if not low <= mm <= high:
+            raise ConfigError("--spacing", f"{mm:g} mm", f"{low:g} to {high:g} mm, as scans have that can be read")
+    x, y, z = spacing * (3 // len(spacing))
+    return x, y, z
 
 
 def _preset(name: str) -> Any:

@@ -1400,6 +1400,7 @@ def test_synth_refuses_in_one_line(refused: Refused, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     refused(["synth", "out", "--spacing", "1", "2"], "--spacing: 2 numbers; expected one or three, in mm")
     refused(["synth", "out", "--spacing", "0"], "0 is not above zero")
+    refused(["synth", "out", "--spacing", "1", "1", "1000"], "--spacing: 1000 mm; expected 0.01 to 50 mm, as scans")
     refused(["synth", "file/out"], "file/out: cannot be made (Not a directory)")
     refused(["synth", "out", "--preset", "old"], "--preset: old; expected one of default, healthy")
     refused(["synth", "out", "--count", "-1"], "-1 is not above zero")
