@@ -26,7 +26,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from cascadeseg.errors import DeviceError, ModelError
-from cascadeseg.parallel import processors
+from cascadeseg.parallel import bound_processors, processors
 from cascadeseg.terminal import complain, in_one_line, progress_bar, say, survive_odd_terminals
 
 if TYPE_CHECKING:
@@ -95,6 +95,7 @@ def segment_all(jobs: Sequence[Job], options: argparse.Namespace) -> Iterator[Ro
     if min(options.jobs, len(jobs)) > 1:
         yield from _in_processes(jobs, options)
     else:
+        set_up_libraries()
         yield from _one_by_one(jobs, Loader.of(options), options)
 
 
@@ -262,9 +263,8 @@ def _serve(connection: Connection, options: argparse.Namespace, threads: int) ->
     survive_odd_terminals()
     with suppress(EOFError, OSError, KeyboardInterrupt), interrupted_once_by(signal.SIGINT, signal.SIGTERM):
         _ctrl_c_comes()
-        os.environ.setdefault("OMP_NUM_THREADS", str(threads))
         import_when_used("torch._meta_registrations")
-        set_up_libraries()
+        set_up_libraries(threads)
         load = Loader.of(options)
         while True:
             job = connection.recv()
@@ -448,12 +448,27 @@ def timed(seconds: dict[str, float], step: str) -> Iterator[None]:
 # ------------------------------------------------------------------------------------------- before torch is there
 
 
-def set_up_libraries() -> None:
+def limit_threads(threads: int | None = None) -> None:
+    """Has torch, before it is loaded, take so many threads; who set it is obeyed.
+
+    Args:
+        threads: how many; None: one for each processor that a container leaves of those that torch would count, which
+            would be stopped again and again for taking more.
+    """
+    if threads or processors() < bound_processors():
+        os.environ.setdefault("OMP_NUM_THREADS", str(threads or processors()))
+
+
+def set_up_libraries(threads: int | None = None) -> None:
     """What libraries want to know before torch is loaded; no result depends on it, and who set it is obeyed.
 
     Threads of torch that wait for each other sleep instead of spinning: on a busy machine three times faster. And
     oneDNN remembers as many convolutions as one pass takes, not 1,024; and all threads share a heap.
+
+    Args:
+        threads: as for `limit_threads`.
     """
+    limit_threads(threads)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "32")
     from cascadeseg.memory import share_one_heap

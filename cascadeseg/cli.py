@@ -356,7 +356,6 @@ def _run_infer(options: argparse.Namespace) -> int:
     from cascadeseg import outputs
 
     _check_device(options.device)
-    batch.set_up_libraries()
     found, failures = _found(options.scans)
     several = len(options.scans) > 1 or len(found) + len(failures) > 1
     table = _Table(Path(options.csv), options) if options.csv else None
@@ -587,6 +586,7 @@ def _preset(name: str) -> Any:
 
 def _run_train(options: argparse.Namespace) -> int:
     _check_device(options.device)
+    batch.limit_threads()
     output = Path(options.output or f"runs/stage{options.stage}")
     recipe = _recipe(options, output)
     from cascadeseg.outputs import check_folder

@@ -34,14 +34,18 @@ def one_by_one(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Re
     return [work(item) for item in items]
 
 
+def bound_processors() -> int:
+    """How many of the machine's processors this process is bound to, as torch counts them."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def processors() -> int:
-    """How many this process may use: of the machine's those that it is bound to, as far as its container lets it."""
-    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """How many this process may use: those that it is bound to, as far as its container lets it."""
     try:
         share, of = CONTAINER_SHARE.read_text(encoding="ascii").split()
-        return min(bound, ceil(int(share) / int(of)))
+        return min(bound_processors(), ceil(int(share) / int(of)))
     except (OSError, ValueError):
-        return bound
+        return bound_processors()
 
 
 def threads_to_share() -> bool:
