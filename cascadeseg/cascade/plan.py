@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, inf, prod
 
 from cascadeseg.cascade.crop import LungBox
@@ -27,6 +27,8 @@ UNASKED_MB = 1200.0
 LONGEST_LUNG_MM = 400.0
 LARGEST_LUNG_VOXELS = (176, 256, 352)
 """Stage 2's image of a lung as large as they come."""
+LARGEST_LUNG, LARGEST_LAYER = prod(LARGEST_LUNG_VOXELS), prod(LARGEST_LUNG_VOXELS[:2])
+"""Voxels of that image, and of one of its slices."""
 LARGEST_GPU_TILE = 12_000_000
 """Voxels that stage 2 sees at a time on a GPU where no limit is given: most lungs as a whole."""
 
@@ -86,54 +88,100 @@ def plan(
     Raises:
         ScanError: not even the smallest tiles fit.
     """
-    on_gpu = refiner.device.type == "cuda"
-    coarse_mb, slab_voxels, slab_layer = _stage1(scan, locator)
-    host_mb = PROGRAM_MB + refiner.library_mb + scan.voxels.nbytes / 1e6 + restored_mb(scan) + coarse_mb
-    between_mb = max(coarse_mb + SETTLING_MB, _mask_mb(scan) + _cleaning_mb(scan))
-    if on_gpu:
-        host_mb += between_mb
-        _refuse(scan, "--max-memory", max_memory_gb, host_mb)
-    layer = LARGEST_LUNG_VOXELS[0] * LARGEST_LUNG_VOXELS[1]
-    context, stride = 2 * refiner.stage.unet.context, refiner.stage.unet.stride
+    host = _host_work(scan, locator, refiner)
+    if refiner.device.type != "cuda":
+        return _within(scan, host, "--max-memory", max_memory_gb)
+    host_mb = host.kept_mb + host.between_mb
+    _refuse(scan, "--max-memory", max_memory_gb, host_mb)
+    gpu = replace(host, kept_mb=GPU_PROGRAM_MB, between_mb=0.0, largest_tile=LARGEST_GPU_TILE, streamed=False)
+    if _exceeds(gpu.most_mb(LARGEST_GPU_TILE), max_vram_gb):
+        gpu = replace(gpu, largest_tile=host.largest_tile, streamed=True)
+    planned = _within(scan, gpu, "--max-vram", max_vram_gb)
+    return replace(planned, host_mb=host_mb, device_mb=planned.host_mb)
 
-    limit_gb = max_vram_gb if on_gpu else max_memory_gb
-    fixed_mb = GPU_PROGRAM_MB if on_gpu else host_mb
-    smallest, largest = layer * (context + stride), float(prod(LARGEST_LUNG_VOXELS))
-    streamed = refiner.device.type == "cpu"
 
-    def stage1_mb() -> float:
-        return pass_mb(locator, slab_voxels, slab_layer, streamed) + 4 * slab_voxels / 1e6
+@dataclass(frozen=True)
+class _Work:
+    """What the steps take of the memory that the networks work in: a GPU's, or else that of the process.
 
-    def needed_mb(tile: float) -> float:
-        """With stage 2's tiles of so many voxels."""
-        stage2_mb = _stage2_mb(refiner, tile, layer, streamed)
-        return fixed_mb + max(stage1_mb(), stage2_mb, 0 if on_gpu else between_mb)
+    Attributes:
+        locator: stage 1's engine.
+        refiner: stage 2's engine.
+        slab: voxels that stage 1 sees at a time, and those of a slice of them.
+        kept_mb: what is taken all along.
+        between_mb: what settling the sides or cleaning takes beside that, whichever is more.
+        largest_tile: voxels that stage 2 sees at a time where there is room.
+        streamed: as in `Plan`.
+    """
 
-    if on_gpu:
-        streamed = limit_gb is not None and needed_mb(LARGEST_GPU_TILE) > limit_gb * 1000
-        largest = largest if streamed else LARGEST_GPU_TILE
-    _refuse(scan, "--max-vram" if on_gpu else "--max-memory", limit_gb, needed_mb(smallest))
-    tile = largest
-    while limit_gb is not None and needed_mb(tile) > limit_gb * 1000 and tile > smallest:
-        tile = max(smallest, tile - layer * stride)
-    whole = tile >= prod(LARGEST_LUNG_VOXELS)
-    most_mb, both_mb = needed_mb(tile), 0.0
-    if refiner.shareable and whole:
-        room_mb = (UNASKED_MB if limit_gb is None else limit_gb * 1000) - fixed_mb
-        largest_mb = max(stage1_mb(), 2 * pass_mb(refiner, tile, layer, streamed), between_mb)
-        if largest_mb <= room_mb:
-            most_mb, both_mb = fixed_mb + largest_mb, inf
-        elif limit_gb is None:
-            both_mb = max(0.0, room_mb)
-            most_mb = max(most_mb, fixed_mb + both_mb)
-    return Plan(
-        host_mb=host_mb if on_gpu else most_mb,
-        device_mb=most_mb if on_gpu else 0.0,
-        largest_tile=tile,
-        tiles=1 if whole else ceil(LARGEST_LUNG_VOXELS[2] / (tile / layer - context)),
-        streamed=streamed,
-        both_mb=both_mb,
+    locator: Runner
+    refiner: Runner
+    slab: tuple[int, int]
+    kept_mb: float
+    between_mb: float
+    largest_tile: float
+    streamed: bool
+
+    def most_mb(self, tile: float, both_mb: float = 0.0) -> float:
+        """Memory at its largest, with tiles of so many voxels; ``both_mb`` as in `Plan`."""
+        if both_mb == inf:
+            return self.kept_mb + self.side_by_side_mb()
+        return self.kept_mb + max(self._stage1_mb(), self._stage2_mb(tile), self.between_mb, both_mb)
+
+    def side_by_side_mb(self) -> float:
+        """The most that a step takes beside what is kept, two of the largest lungs at once in stage 2."""
+        return max(self._stage1_mb(), 2 * self._refiner_mb(LARGEST_LUNG), self.between_mb)
+
+    def _stage1_mb(self) -> float:
+        """The network on a slab, and the slab's image."""
+        return pass_mb(self.locator, *self.slab, self.streamed) + 4 * self.slab[0] / 1e6
+
+    def _stage2_mb(self, tile: float) -> float:
+        """The other lung's logits, this one's where they are put together, and the network on one tile."""
+        return (2 * LARGEST_LUNG + (2 * LARGEST_LUNG if tile < LARGEST_LUNG else 0)) / 1e6 + self._refiner_mb(tile)
+
+    def _refiner_mb(self, tile: float) -> float:
+        return pass_mb(self.refiner, tile, LARGEST_LAYER, self.streamed)
+
+
+def _host_work(scan: Scan, locator: Runner, refiner: Runner) -> _Work:
+    """What the process has to hold where the networks work in its own memory."""
+    opinion_mb = _opinion_mb(scan, locator)
+    return _Work(
+        locator,
+        refiner,
+        slab=_slab(scan, locator),
+        kept_mb=PROGRAM_MB + refiner.library_mb + scan.voxels.nbytes / 1e6 + restored_mb(scan) + opinion_mb,
+        between_mb=max(opinion_mb + SETTLING_MB, _mask_mb(scan) + _cleaning_mb(scan)),
+        largest_tile=float(LARGEST_LUNG),
+        streamed=refiner.device.type == "cpu",
     )
+
+
+def _within(scan: Scan, work: _Work, option: str, limit_gb: float | None) -> Plan:
+    """The plan of work in the process's own memory, with the largest of stage 2's tiles within an option's limit.
+
+    Raises:
+        ScanError: not even the smallest fit.
+    """
+    context, stride = 2 * work.refiner.stage.unet.context, work.refiner.stage.unet.stride
+    smallest, tile = LARGEST_LAYER * (context + stride), work.largest_tile
+    _refuse(scan, option, limit_gb, work.most_mb(smallest))
+    while _exceeds(work.most_mb(tile), limit_gb) and tile > smallest:
+        tile = max(smallest, tile - LARGEST_LAYER * stride)
+    tiles = 1 if tile >= LARGEST_LUNG else ceil(LARGEST_LUNG_VOXELS[2] / (tile / LARGEST_LAYER - context))
+    both_mb = _both_mb(work, tile, limit_gb)
+    return Plan(work.most_mb(tile, both_mb), 0.0, tile, tiles, work.streamed, both_mb)
+
+
+def _both_mb(work: _Work, tile: float, limit_gb: float | None) -> float:
+    """What stage 2 may take for both lungs at the same time, as in `Plan`: nothing where one goes in tiles."""
+    if not work.refiner.shareable or tile < LARGEST_LUNG:
+        return 0.0
+    room_mb = (UNASKED_MB if limit_gb is None else limit_gb * 1000) - work.kept_mb
+    if work.side_by_side_mb() <= room_mb:
+        return inf
+    return max(0.0, room_mb) if limit_gb is None else 0.0
 
 
 def _mask_mb(scan: Scan) -> float:
@@ -146,29 +194,32 @@ def _mask_mb(scan: Scan) -> float:
 
 def _cleaning_mb(scan: Scan) -> float:
     """Memory of one lung's components on the scan's grid, beside both lungs' logits."""
-    lung_mm3 = lung = prod(LARGEST_LUNG_VOXELS)
+    lung_mm3 = LARGEST_LUNG  # of voxels of 1 mm
     voxels = min(lung_mm3 / (1000 * scan.grid.voxel_volume_ml), prod(scan.grid.shape))
-    return (CLEANING_BYTES * voxels + 2 * 2 * lung) / 1e6
+    return (CLEANING_BYTES * voxels + 2 * 2 * LARGEST_LUNG) / 1e6
 
 
-def _stage1(scan: Scan, locator: Runner) -> tuple[float, float, float]:
-    """Memory of stage 1's opinion, which is the host's; voxels of a slab that it sees, and of a slice."""
-    shape = nx, ny, nz = coarse_grid(scan.canonical(), locator.stage.view).shape
-    seen_x, seen_y, _ = beyond_faces(Box.whole(shape), shape, locator.stage.view).shape
-    slabs = slabs_along_z(nz, locator.stage)
-    depth = max(slab.seen.stop - slab.seen.start for slab in slabs)
-    kept = min(nz, int((LONGEST_LUNG_MM + 2 * KEPT_MM) / locator.stage.view.spacing_mm))
-    return 4 * nx * ny * kept / 1e6, seen_x * seen_y * depth, seen_x * seen_y
+def _opinion_mb(scan: Scan, locator: Runner) -> float:
+    """Memory of stage 1's opinion near the lungs, which is the host's."""
+    view = locator.stage.view
+    nx, ny, nz = coarse_grid(scan.canonical(), view).shape
+    return 4 * nx * ny * min(nz, int((LONGEST_LUNG_MM + 2 * KEPT_MM) / view.spacing_mm)) / 1e6
 
 
-def _stage2_mb(refiner: Runner, tile: float, layer: float, streamed: bool) -> float:
-    """Memory of the other lung's logits, of this one's where they are put together, and of the network on one tile."""
-    lung = prod(LARGEST_LUNG_VOXELS)
-    return (2 * lung + (2 * lung if tile < lung else 0)) / 1e6 + pass_mb(refiner, tile, layer, streamed)
+def _slab(scan: Scan, locator: Runner) -> tuple[int, int]:
+    """Voxels of the largest slab that stage 1 sees, and of one of its slices."""
+    shape = coarse_grid(scan.canonical(), locator.stage.view).shape
+    nx, ny, _ = beyond_faces(Box.whole(shape), shape, locator.stage.view).shape
+    depth = max(slab.seen.stop - slab.seen.start for slab in slabs_along_z(shape[2], locator.stage))
+    return nx * ny * depth, nx * ny
+
+
+def _exceeds(needed_mb: float, limit_gb: float | None) -> bool:
+    return limit_gb is not None and needed_mb > limit_gb * 1000
 
 
 def _refuse(scan: Scan, option: str, limit_gb: float | None, needed_mb: float) -> None:
-    if limit_gb is not None and limit_gb * 1000 < needed_mb:
+    if _exceeds(needed_mb, limit_gb):
         found = f"needs up to {ceil(needed_mb / 100) / 10:.1f} GB of memory"  # rounded up: so much is enough
         expected = f"no more than {option} leaves it ({limit_gb:g} GB)"  # of several jobs each has its share
         raise ScanError(scan.source, found, expected, "raise the limit, run fewer --jobs, or crop the scan")
