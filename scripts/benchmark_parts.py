@@ -118,6 +118,8 @@ def bound(options: argparse.Namespace) -> dict[str, Any]:
 
 def agreement(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Dice of each lung's whole mask against torch in float32, for every engine and precision at hand."""
+    from phantoms import dice  # here, as what it brings along would count as memory of the other parts
+
     scan = read_scan(options.scans[0])
     device = find_device(options.device)
     on_cpu = device.type == "cpu"
@@ -130,7 +132,7 @@ def agreement(options: argparse.Namespace) -> list[dict[str, Any]]:
         for precision in ("fp32", "bf16") if on_cpu else ("fp32", "bf16", "fp16"):
             segmenter = Segmenter(options.model, device=str(device), engine=engine, precision=precision)
             labels = segmenter.segment(scan).labels
-            scores = {lung.name: _dice(labels, reference, lung.value) for lung in LUNGS}
+            scores = {lung.name: dice(labels, reference, lung.value) for lung in LUNGS}
             rows.append({"device": str(device), "engine": engine, "precision": precision, "dice": scores})
     return rows
 
@@ -204,11 +206,6 @@ def _median_s(run: Callable[[], Any], repeat: int) -> float:
         run()
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds)
-
-
-def _dice(labels: np.ndarray[Any, Any], reference: np.ndarray[Any, Any], value: int) -> float:
-    found, true = labels == value, reference == value
-    return float(2 * np.count_nonzero(found & true) / max(int(np.count_nonzero(found) + np.count_nonzero(true)), 1))
 
 
 def _reset_gpu() -> None:

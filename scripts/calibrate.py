@@ -243,7 +243,7 @@ def judgements(scans: list[dict[str, Any]]) -> list[Judgement]:
         for lung in scan["lungs"]:
             signs = Signs(**lung["signs"]) if lung["signs"] else None
             if signs is not None or lung["reference_ml"] >= SMALLEST_ML:
-                found.append(Judgement(scan["seed"], scan["kind"], lung["dice"] or 0.0, signs, tuple(lung["reasons"])))
+                found.append(Judgement(scan["seed"], scan["kind"], lung["dice"], signs, tuple(lung["reasons"])))
     return found
 
 

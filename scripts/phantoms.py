@@ -25,11 +25,11 @@ def rendered(patient: Patient, spacing_mm: Volume) -> tuple[Scan, Phantom]:
     return Scan(phantom.voxels(), phantom.grid, source=f"synthetic {patient.seed}"), phantom
 
 
-def dice(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any], value: int) -> float | None:
-    """Dice of one label; None where neither has it."""
+def dice(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any], value: int) -> float:
+    """Dice of one label; 1 where neither has it, as in `LungScores`."""
     x, y = a == value, b == value
     total = int(np.count_nonzero(x)) + int(np.count_nonzero(y))
-    return 2 * int(np.count_nonzero(x & y)) / total if total else None
+    return 2 * int(np.count_nonzero(x & y)) / total if total else 1.0
 
 
 def made(jobs: dict[Path, tuple[Any, ...]], make: Callable[..., Any], model: str | None, workers: int) -> list[Any]:

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from phantoms import dice
 from validate import reference_of, scans_of
 
 from cascadeseg import config as configs
@@ -29,7 +30,7 @@ from cascadeseg.cascade.locate import coarse_grid, locate
 from cascadeseg.formats import read_labels, read_scan
 from cascadeseg.formats.scan import Scan
 from cascadeseg.geometry import canonical_view
-from cascadeseg.labels import IGNORE, LUNGS
+from cascadeseg.labels import BACKGROUND, IGNORE, LUNGS
 from cascadeseg.network import Engine, load_model
 from cascadeseg.network.model import View
 from cascadeseg.synthesis import PRESETS
@@ -169,7 +170,7 @@ def _measured(model: Path, scans: list[RealScan]) -> dict[str, Any]:
     """Dice per lung of every scan with a reference, ml of the others."""
     trained = load_model(model)
     engine = Engine(trained.locator, torch.device("cpu"))
-    dice: dict[str, float] = {}
+    scores: dict[str, float] = {}
     found_ml: dict[str, float] = {}
     for one in scans:
         coarse = settle_sides(locate(one.scan, engine), one.scan)
@@ -178,11 +179,10 @@ def _measured(model: Path, scans: list[RealScan]) -> dict[str, Any]:
         if one.reference is None:
             found_ml[one.name] = float(sure.sum()) * coarse.grid.voxel_volume_ml
             continue
-        asked = one.reference != IGNORE
-        for lung, side in zip(LUNGS, (right, ~right), strict=True):
-            mine, truth = sure & side & asked, one.reference == lung.value
-            dice[f"{one.name} {lung.side}"] = float(2 * (mine & truth).sum() / (mine.sum() + truth.sum()))
-    return {"notes": trained.notes, "dice": dice, "found_ml": found_ml}
+        labels = np.where(right, *(lung.value for lung in LUNGS))
+        labels[~sure | (one.reference == IGNORE)] = BACKGROUND
+        scores |= {f"{one.name} {lung.side}": dice(labels, one.reference, lung.value) for lung in LUNGS}
+    return {"notes": trained.notes, "dice": scores, "found_ml": found_ml}
 
 
 def _mean(result: dict[str, Any]) -> float:

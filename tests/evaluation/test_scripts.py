@@ -6,6 +6,7 @@ import importlib
 import json
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import nibabel
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from cascadeseg import read_scan
+from cascadeseg.network import load_model, shipped_model
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
@@ -54,3 +56,16 @@ def test_other_scripts_leave_them_out_where_they_have_no_use_for_them(
         name for name in robustness.CHANGES if name.startswith(("without", "only"))
     }
     assert list(surroundings.real(folder)) == []
+
+
+def test_a_lung_that_neither_mask_has_is_a_full_match_as_in_any_score(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines that both found nothing agree; and one lung that is rightly not found must not make a mean NaN."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+    parts, transfer = map(importlib.import_module, ("benchmark_parts", "transfer"))
+    rows = parts.agreement(Namespace(scans=[folder / "none.nii.gz"], device="cpu", model=None))
+    assert [score for row in rows for score in row["dice"].values()] == [1] * 2 * len(rows)
+    scans = transfer._read(folder, load_model().locator.view)
+    dice = transfer._measured(shipped_model(), scans)["dice"]
+    assert dice == {"none right": 1, "none left": 1, "one right": 0, "one left": 1}
