@@ -165,7 +165,7 @@ def _lungmask(scans: Sequence[Path], folder: Path, options: argparse.Namespace) 
     ours = _infer_runs(scans[0], options.engine[0], folder, options)
     warm = _part("warm", scans[:1], options)
     answer = folder / "lungmask.json"
-    with answer.open("w") as file:
+    with answer.open("wb") as file:
         theirs = measured([options.lungmask, str(HERE / "benchmark_lungmask.py"), str(scans[0])], stdout=file.fileno())
     times = json.loads(answer.read_text(encoding="utf-8"))
     warm_s = times["read_s"] + times["apply_s"]

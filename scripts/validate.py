@@ -53,10 +53,10 @@ def validated(model: str | Path | None, scans: Path, output: Path, device: str =
     output.mkdir(parents=True, exist_ok=True)
     segmenter = Segmenter(model, device=device)
     cases = [score(segmenter, path, output) for path in scans_of(scans)]
-    (output / "scores.json").write_text(json.dumps(defined(cases), indent=2, allow_nan=False) + "\n")
-    (output / "errors.md").write_text(errors_as_markdown(cases))
+    (output / "scores.json").write_text(json.dumps(defined(cases), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    (output / "errors.md").write_text(errors_as_markdown(cases), encoding="utf-8")
     table = as_markdown(cases)
-    (output / "scores.md").write_text(table)
+    (output / "scores.md").write_text(table, encoding="utf-8")
     return table
 
 

@@ -31,8 +31,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_validate_scores_them_and_what_is_undefined_is_in_no_mean(folder: Path) -> None:
-    command = [sys.executable, str(SCRIPTS / "validate.py"), str(folder), str(folder / "out"), "--device", "cpu"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    strict = ["-X", "warn_default_encoding", "-W", "ignore::EncodingWarning", "-W", "error::EncodingWarning:__main__"]
+    command = [*strict, str(SCRIPTS / "validate.py"), str(folder), str(folder / "out"), "--device", "cpu"]
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     scores = json.loads((folder / "out" / "scores.json").read_text(), parse_constant=lambda _: 1 / 0)
     assert [[lung["dice"] for lung in case["lungs"]] for case in scores] == [[1, 1], [0, 1]]
