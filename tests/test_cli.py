@@ -321,14 +321,14 @@ def test_the_report_names_the_series_of_a_dicom_scan(tmp_path: Path) -> None:
     hu = np.full(SHAPE, 40, np.int16)
     series = write_series(tmp_path / "ct", hu, Grid.axis_aligned(SHAPE, (2, 2, 5)), study_uid="1.2.3")
     assert run("infer", tmp_path / "ct", "-o", "m.nii.gz", "--report", "r.json") == 0
-    said = json.loads(Path("r.json").read_text())["scan"]["dicom"]
+    said = json.loads(Path("r.json").read_text(encoding="utf-8"))["scan"]["dicom"]
     assert said == {"study_uid": "1.2.3", "series_uid": series, "slices": SHAPE[2]}
 
 
 def test_the_report_has_everything(tmp_path: Path) -> None:
     scan = make_scan(tmp_path / "scan.nii.gz")
     assert run("infer", scan, "--report", tmp_path / "r.json", "--preview", tmp_path / "p.png") == 0
-    report = json.loads((tmp_path / "r.json").read_text())
+    report = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
     assert set(report) == {
         "schema", "versions", "scan", "model", "device", "precision", "lungs", "seconds", "total_seconds",
         "peak_memory_mb", "warnings", "outputs", "verdict", "quality",
@@ -435,7 +435,7 @@ def test_masks_of_mha_and_nrrd_are_of_their_kind(tmp_path: Path) -> None:
 def test_a_folder_of_scans_keeps_going(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in "ab":
         make_scan(tmp_path / "in" / f"{name}.nii.gz")
-    (tmp_path / "in" / "bad.nii.gz").write_text("no scan")
+    (tmp_path / "in" / "bad.nii.gz").write_text("no scan", encoding="utf-8")
     make_scan(tmp_path / "in" / "fault.nii.gz")
     make_scan(tmp_path / "in" / "memory.nii.gz")
     assert run("infer", tmp_path / "in", "-o", tmp_path / "out", "--report") == 3
@@ -543,7 +543,7 @@ def test_a_batch_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.Capture
 def test_what_is_done_already_counts_in_the_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in "ab":
         make_scan(tmp_path / "in" / f"{name}.nii.gz")
-    (tmp_path / "in" / "bad.nii.gz").write_text("no scan")
+    (tmp_path / "in" / "bad.nii.gz").write_text("no scan", encoding="utf-8")
     for _ in range(2):
         assert run("infer", "in", "-o", "out", "--resume") == 3
         assert "cascadeseg: 1 of 3 scans failed\n" in capsys.readouterr().err
@@ -668,14 +668,14 @@ def test_a_system_that_does_not_tell_its_memory_gets_its_report(
     nowhere = {"peak_memory_mb": float("nan")}
     monkeypatch.setattr(pipeline.Segmenter, "segment", lambda *a, **k: replace(whole(*a, **k), **nowhere))
     assert run("infer", make_scan(tmp_path / "a.nii.gz"), "--report", "--csv", "all.csv") == 0
-    assert json.loads(Path("a_lungs.json").read_text())["peak_memory_mb"] is None
+    assert json.loads(Path("a_lungs.json").read_text(encoding="utf-8"))["peak_memory_mb"] is None
     assert table(Path("all.csv"))[0]["peak_memory_mb"] == ""
     assert "nan" not in capsys.readouterr().out
 
 
 def test_every_key_of_reports_and_tables_is_on_its_page(tmp_path: Path) -> None:
     assert run("infer", make_scan(tmp_path / "a.nii.gz"), "--report", "--csv", "all.csv") == 0
-    report = json.loads(Path("a_lungs.json").read_text())
+    report = json.loads(Path("a_lungs.json").read_text(encoding="utf-8"))
     parts = [report, *report["lungs"], report["scan"], report["outputs"], report["model"]]
     parts += [lung["signs"] or {} for lung in report["lungs"]]
     keys = {key for part in parts for key in part} | {sign.name for sign in fields(Signs)}
@@ -732,7 +732,7 @@ def test_the_table_goes_on_with_its_batch(tmp_path: Path, refused: Refused, caps
     rows = {Path(row["scan"]).name: row for row in table(tmp_path / "all.csv")}
     assert [row["verdict"] for row in rows.values()] == ["ok"] * 3
     capsys.readouterr()
-    (tmp_path / "other.csv").write_text("name,age\nx,3\n")
+    (tmp_path / "other.csv").write_text("name,age\nx,3\n", encoding="utf-8")
     make_scan(tmp_path / "new.nii.gz")
     refused(["infer", "new.nii.gz", "--csv", "other.csv", "--resume"], "other.csv: not a table that infer wrote")
     refused(["infer", "new.nii.gz", "--csv", "no/t.csv"], "t.csv: the folder no does not exist")
@@ -747,11 +747,11 @@ def test_a_scan_is_done_by_whatever_path_it_is_named(tmp_path: Path, capsys: pyt
     for name in ("a", "z"):
         make_scan(tmp_path / "in" / f"{name}.nii.gz")
     assert run("infer", "in", "-o", "out", "--csv", "all.csv") == 0
-    whole = (tmp_path / "all.csv").read_text()
+    whole = (tmp_path / "all.csv").read_text(encoding="utf-8")
     capsys.readouterr()
     assert run("infer", tmp_path / "in", "-o", "out", "--csv", "all.csv", "--resume") == 0
     assert capsys.readouterr().out == "2 of 2 scans are done already\n"
-    assert (tmp_path / "all.csv").read_text() == whole
+    assert (tmp_path / "all.csv").read_text(encoding="utf-8") == whole
 
 
 @pytest.mark.parametrize("more", [",looked at", None], ids=["longer", "shorter"])
@@ -760,8 +760,8 @@ def test_a_table_with_a_row_of_another_length_is_refused(
 ) -> None:
     scan = make_scan(tmp_path / "a.nii.gz")
     assert run("infer", scan, "--csv", "all.csv") == 0
-    head, first = (tmp_path / "all.csv").read_text().splitlines()
-    (tmp_path / "all.csv").write_text(f"{head}\n{first + more if more else first[:-1]}\n")
+    head, first = (tmp_path / "all.csv").read_text(encoding="utf-8").splitlines()
+    (tmp_path / "all.csv").write_text(f"{head}\n{first + more if more else first[:-1]}\n", encoding="utf-8")
     capsys.readouterr()
     refused(["infer", scan, "--csv", "all.csv", "--resume"], "all.csv: not a table that infer wrote; choose another")
 
@@ -782,7 +782,7 @@ def test_whoever_reads_may_go_away(tmp_path: Path, closed: str) -> None:
         make_scan(tmp_path / "in" / f"{name}.nii.gz")
     command = f"{sys.executable} -m cascadeseg check in/ in/none.nii.gz in/no.nii.gz {closed}; echo $? > code"
     subprocess.run(["bash", "-c", command], check=True, timeout=120)
-    assert (tmp_path / "code").read_text() == "3\n"
+    assert (tmp_path / "code").read_text(encoding="utf-8") == "3\n"
 
 
 def test_the_table_may_lie_in_the_folder_that_is_made_for_the_masks(tmp_path: Path) -> None:
@@ -811,7 +811,7 @@ def test_several_scans_at_once(tmp_path: Path) -> None:
     """In processes, so with the networks themselves, which find no lung in boxes of air."""
     for name in "abc":
         make_scan(tmp_path / "in" / f"{name}.nii.gz")
-    (tmp_path / "in" / "bad.nii.gz").write_text("no scan")
+    (tmp_path / "in" / "bad.nii.gz").write_text("no scan", encoding="utf-8")
     done = python(
         "-m", "cascadeseg", "infer", "in", "-o", "out", "--jobs", "2", "--max-memory", "4", "--csv", "all.csv"
     )
@@ -846,8 +846,8 @@ def test_what_no_scan_would_survive_ends_all_processes(tmp_path: Path) -> None:
 def children(process: subprocess.Popen[str]) -> list[int]:
     """The processes that work for one."""
     path = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    found = [int(pid) for pid in path.read_text().split()]
-    return [pid for pid in found if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]
+    found = [int(pid) for pid in path.read_text(encoding="utf-8").split()]
+    return [pid for pid in found if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8")]
 
 
 def started(*arguments: str) -> tuple[subprocess.Popen[str], list[int]]:
@@ -872,7 +872,7 @@ DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); prin
 
 def catches(pid: int, number: signal.Signals) -> bool:
     """Whether a process has asked for a signal: Python does as it starts."""
-    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines())
     return bool(int(status["SigCgt"], 16) >> (number - 1) & 1)
 
 
@@ -1010,7 +1010,7 @@ def damage(path: str, header: dict[int, bytes]) -> None:
 
 def test_bad_scans_are_one_line(tmp_path: Path, refused: Refused) -> None:
     refused(["infer", "nothing.nii.gz"], "nothing.nii.gz: no such file or folder")
-    Path("text.nii.gz").write_text("hello")
+    Path("text.nii.gz").write_text("hello", encoding="utf-8")
     refused(["infer", "text.nii.gz"], "text.nii.gz: ")
     Path("nothing.nii.gz").write_bytes(b"")
     refused(["infer", "nothing.nii.gz"], "nothing.nii.gz: ")
@@ -1049,7 +1049,7 @@ def test_bad_folders_are_one_line(refused: Refused) -> None:
     Path("empty").mkdir()
     refused(["infer", "empty"], "empty: no scan in this folder")
     Path("letters").mkdir()
-    Path("letters/a.txt").write_text("hello")
+    Path("letters/a.txt").write_text("hello", encoding="utf-8")
     refused(["infer", "letters"], "letters: no scan in this folder")
 
 
@@ -1070,7 +1070,7 @@ def test_odd_scans_are_done_with_a_warning(capsys: pytest.CaptureFixture[str]) -
         nifti(f"{name}.nii.gz", voxels)
         assert run("infer", f"{name}.nii.gz", "--report") == 0
         err = capsys.readouterr().err
-        warnings = json.loads(Path(f"{name}_lungs.json").read_text())["warnings"]
+        warnings = json.loads(Path(f"{name}_lungs.json").read_text(encoding="utf-8"))["warnings"]
         assert warnings
         for warning in warnings:
             assert f"cascadeseg: {name}.nii.gz: warning: {warning}\n" in err
@@ -1237,7 +1237,7 @@ def test_check_describes_a_scan(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_check_refuses_what_infer_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "bad.nii.gz").write_text("hello")
+    (tmp_path / "bad.nii.gz").write_text("hello", encoding="utf-8")
     assert run("check", tmp_path / "bad.nii.gz") == 2
     assert run("check", tmp_path / "bad.nii.gz", make_scan(tmp_path / "good.nii.gz")) == 3
     assert "good.nii.gz: usable" in capsys.readouterr().out
@@ -1279,8 +1279,8 @@ def test_evaluate_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert run("evaluate", mask, mask, "--json", tmp_path / "s.json", "--csv", tmp_path / "s.csv") == 0
     out = capsys.readouterr().out
     assert "worst  both   1.0000" in out
-    assert json.loads((tmp_path / "s.json").read_text())["cases"][0]["lung_left"]["dice"] == 1
-    assert (tmp_path / "s.csv").read_text().splitlines()[1].startswith("a,lung_right,1,1,1,0,0,12.8,")
+    assert json.loads((tmp_path / "s.json").read_text(encoding="utf-8"))["cases"][0]["lung_left"]["dice"] == 1
+    assert (tmp_path / "s.csv").read_text(encoding="utf-8").splitlines()[1].startswith("a,lung_right,1,1,1,0,0,12.8,")
 
 
 def test_evaluate_overwrites_no_table_unasked(tmp_path: Path, refused: Refused) -> None:
@@ -1293,7 +1293,7 @@ def test_evaluate_overwrites_no_table_unasked(tmp_path: Path, refused: Refused) 
     refused([*both[:3], *both[5:]], "lungs.csv: exists; overwrite with --force")
     assert before == (Path("a_lungs.json").read_bytes(), Path("lungs.csv").read_bytes())
     assert run(*both, "--force") == 0
-    assert Path("lungs.csv").read_text().startswith("case,lung,dice")
+    assert Path("lungs.csv").read_text(encoding="utf-8").startswith("case,lung,dice")
 
 
 def test_evaluate_two_folders_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -1334,7 +1334,7 @@ def test_evaluate_pairs_names_that_end_as_channels_do_and_endings_in_capitals(
 
 def test_evaluate_hides_no_case_without_scores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("infer", make_scan(tmp_path / "in" / "a.nii.gz"), "-o", tmp_path / "out", "--quiet")
-    (tmp_path / "out" / "b_lungs.nii.gz").write_text("no mask")
+    (tmp_path / "out" / "b_lungs.nii.gz").write_text("no mask", encoding="utf-8")
     (tmp_path / "ref").mkdir()
     for name in "abc":
         (tmp_path / "ref" / f"{name}.nii.gz").write_bytes((tmp_path / "out" / "a_lungs.nii.gz").read_bytes())
@@ -1342,7 +1342,7 @@ def test_evaluate_hides_no_case_without_scores(tmp_path: Path, capsys: pytest.Ca
     assert run("evaluate", "out", "ref", "--json", "s.json", "--csv", "s.csv") == 3
     out, err = capsys.readouterr()
     assert out.splitlines()[-1] == "scored: 1 of 3 cases; 1 without a prediction, 1 failed"
-    scores = json.loads(Path("s.json").read_text())
+    scores = json.loads(Path("s.json").read_text(encoding="utf-8"))
     assert (scores["scored"], scores["total"], scores["missing"]) == (1, 3, ["c"])
     assert [case["case"] for case in scores["failed"]] == ["b"]
     assert scores["failed"][0]["error"].startswith("out/b_lungs.nii.gz: ")
@@ -1362,7 +1362,7 @@ def test_evaluate_tells_scans_references_and_predictions_in_one_folder_apart(
     assert run("evaluate", tmp_path, tmp_path) == 0
     assert capsys.readouterr().out.splitlines()[2].split()[-6:-4] == ["13", "0"], "ml of the prediction, of the truth"
     assert run("evaluate", tmp_path / "a_ref.nii.gz", tmp_path / "a_lungs.nii.gz") == 0
-    (tmp_path / "a_seg.mha").write_text("")
+    (tmp_path / "a_seg.mha").write_text("", encoding="utf-8")
     assert run("evaluate", tmp_path, tmp_path) == 2
     assert "a_seg.mha: the same case as a_ref.nii.gz by its name" in capsys.readouterr().err
 
@@ -1397,7 +1397,7 @@ def test_evaluate_refuses_in_one_line(tmp_path: Path, refused: Refused) -> None:
 
 
 def test_synth_refuses_in_one_line(refused: Refused, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     refused(["synth", "out", "--spacing", "1", "2"], "--spacing: 2 numbers; expected one or three, in mm")
     refused(["synth", "out", "--spacing", "0"], "0 is not above zero")
     refused(["synth", "out", "--spacing", "1", "1", "1000"], "--spacing: 1000 mm; expected 0.01 to 50 mm, as scans")
@@ -1423,7 +1423,7 @@ def test_synth_writes_scans_and_labels(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_train_refuses_in_one_line(refused: Refused, tmp_path: Path) -> None:
-    (tmp_path / "bad.toml").write_text("stage = ")
+    (tmp_path / "bad.toml").write_text("stage = ", encoding="utf-8")
     refused(["train"], "required: --stage")
     refused(["train", "--stage", "3"], "invalid choice: 3")
     refused(["train", "--stage", "1", "--config", "none.toml"], "none.toml: no such file")
@@ -1433,7 +1433,7 @@ def test_train_refuses_in_one_line(refused: Refused, tmp_path: Path) -> None:
     for options in ([], ["--resume"]):
         refused(["train", "--stage", "1", "-o", "bad.toml", *options], "bad.toml: a file; expected a folder; choose an")
     refused(["train", "--stage", "1", "-o", "bad.toml/run"], "bad.toml: a file; expected a folder; choose an")
-    assert (tmp_path / "bad.toml").read_text() == "stage = "
+    assert (tmp_path / "bad.toml").read_text(encoding="utf-8") == "stage = "
 
 
 def trained(recipe: Any, output: Path, step: int | None = None) -> Path:
@@ -1524,7 +1524,7 @@ def test_a_run_goes_on_by_its_own_recipe(
     def fake(recipe: Any, output: Path, **options: Any) -> Path:
         seen.append(recipe)
         output.mkdir(exist_ok=True)
-        (output / "config.toml").write_text(config.dump(recipe))
+        (output / "config.toml").write_text(config.dump(recipe), encoding="utf-8")
         return trained(recipe, output)
 
     monkeypatch.setattr(loop, "train", fake)

@@ -130,7 +130,7 @@ def test_a_whole_number_is_a_number_but_true_is_not() -> None:
 )
 def test_mistakes_in_a_file_are_named(tmp_path: Path, toml: str, message: str) -> None:
     path = tmp_path / "R"
-    path.write_text(toml)
+    path.write_text(toml, encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
         load(path, Recipe)
     assert message in str(caught.value)
@@ -170,7 +170,7 @@ def test_limits_are_held_wherever_a_number_comes_from(tmp_path: Path) -> None:
 
     assert load({"steps": 3}, Limited) == Limited(steps=3)
     path = tmp_path / "R"
-    path.write_text("[network]\nwidths = [8, 0]")
+    path.write_text("[network]\nwidths = [8, 0]", encoding="utf-8")
     with pytest.raises(ConfigError) as caught:
         load(path, Limited)
     assert str(caught.value) == f"{path}: network.widths: [8, 0]; expected 1 or more"

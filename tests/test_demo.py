@@ -38,7 +38,9 @@ def test_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     for name in made:
         assert f"cascadeseg-demo/{name}  " in out
     assert "HD95 mm" in out
-    assert json.loads((folder / "scores.json").read_text())["cases"][0]["lung_right"]["reference_ml"] > 500
+    assert (
+        json.loads((folder / "scores.json").read_text(encoding="utf-8"))["cases"][0]["lung_right"]["reference_ml"] > 500
+    )
     assert cli.main(["demo"]) == 2
     assert "scan.nii.gz: exists; overwrite with --force" in capsys.readouterr().err
     assert cli.main(["demo", "--force", "--quiet"]) == 0

@@ -80,7 +80,7 @@ def test_processors_are_counted_that_the_process_may_use(tmp_path, monkeypatch, 
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)), raising=False)
     monkeypatch.setattr(parallel, "CONTAINER_SHARE", tmp_path / "cpu.max")
     if share:
-        (tmp_path / "cpu.max").write_text(share)
+        (tmp_path / "cpu.max").write_text(share, encoding="utf-8")
     assert processors() == expected
 
 

@@ -155,10 +155,10 @@ def test_cuda_keeps_within_a_limit_and_gives_the_same_mask(patient, upright):
 
 def test_the_weights_are_small_checked_and_described():
     folder = shipped_model()
-    description = json.loads((folder / "model.json").read_text())
+    description = json.loads((folder / "model.json").read_text(encoding="utf-8"))
     weights = (folder / "model.safetensors").read_bytes()
     assert hashlib.sha256(weights).hexdigest() == description["sha256"]
     assert len(weights) < 8e6
-    card = (folder / "README.md").read_text()
+    card = (folder / "README.md").read_text(encoding="utf-8")
     assert description["sha256"] in card
     assert Path(folder).joinpath("model.json").stat().st_size < 1e5

@@ -35,12 +35,14 @@ def test_validate_scores_them_and_what_is_undefined_is_in_no_mean(folder: Path) 
     command = [*strict, str(SCRIPTS / "validate.py"), str(folder), str(folder / "out"), "--device", "cpu"]
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    scores = json.loads((folder / "out" / "scores.json").read_text(), parse_constant=lambda _: 1 / 0)
+    scores = json.loads((folder / "out" / "scores.json").read_text(encoding="utf-8"), parse_constant=lambda _: 1 / 0)
     assert [[lung["dice"] for lung in case["lungs"]] for case in scores] == [[1, 1], [0, 1]]
     assert [[lung["hd95_mm"] for lung in case["lungs"]] for case in scores] == [[None, None]] * 2
-    rows = {line.split(" | ")[0]: line for line in (folder / "out" / "scores.md").read_text().splitlines()}
+    rows = {
+        line.split(" | ")[0]: line for line in (folder / "out" / "scores.md").read_text(encoding="utf-8").splitlines()
+    }
     assert rows["| **mean**"] == "| **mean** | 0.750 | 0.750 | 0.750 | inf | 100.0 (absolute) | |"
-    errors = (folder / "out" / "errors.md").read_text()
+    errors = (folder / "out" / "errors.md").read_text(encoding="utf-8")
     assert "| none | reference | 0.0 | 0.0 | 0.0 |" in errors
     assert "| one | left out | 1.4 |" in errors, "2 x 6 x 6 voxels lie deeper than 2 mm"
     assert "| one | reference | 40.3 | 0.0 | 59.7 |" in errors, "60 + 2 x 28 of 2 x 60 + 6 x 28 voxels are of the base"

@@ -193,7 +193,7 @@ def test_nested_folders_names_without_a_suffix_and_other_files(tmp_path: Path) -
     write_series(tmp_path / "ä ö" / "DISK1", ct_values()[..., :6], GRID, series_uid=uid, name="IM{:04d}")
     upper = GRID.cropped(Box((0, 0, 6), SHAPE))
     write_series(tmp_path / "ä ö" / "DISK2", ct_values()[..., 6:], upper, series_uid=uid, name="IM{:04d}")
-    (tmp_path / "ä ö" / "README.txt").write_text("from the archive")
+    (tmp_path / "ä ö" / "README.txt").write_text("from the archive", encoding="utf-8")
     (tmp_path / ".DS_Store").write_bytes(bytes(200))
     assert same_in_patient(read_scan(tmp_path), ct_values(), GRID)
 

@@ -48,17 +48,17 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_unknown_kinds_of_file(tmp_path: Path) -> None:
-    (tmp_path / "scan.txt").write_text("hello")
+    (tmp_path / "scan.txt").write_text("hello", encoding="utf-8")
     expected = ": unknown kind of file (.txt); expected NIfTI, MHA/MHD, NRRD or DICOM"
     assert refusal(tmp_path / "scan.txt") == expected
-    (tmp_path / "scan").write_text("hello")
+    (tmp_path / "scan").write_text("hello", encoding="utf-8")
     assert refusal(tmp_path / "scan").startswith(": unknown kind of file (no suffix)")
 
 
 @pytest.mark.parametrize("suffix", [".nii", ".nii.gz"])
 def test_text_and_nothing_renamed(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"scan{suffix}"
-    path.write_text("this is no scan at all\n" * 40)
+    path.write_text("this is no scan at all\n" * 40, encoding="utf-8")
     assert refusal(path) == ": not a NIfTI file (it starts with b'this'); expected a NIfTI header"
     path.write_bytes(b"")
     assert refusal(path) == ": the file is empty; expected a NIfTI file"
@@ -305,7 +305,7 @@ def test_metaimages_of_a_file_a_slice(tmp_path: Path, packed: bool) -> None:
     for named in ("LIST\n" + names, "LIST 2D\n" + names + "\n", "LIST\n" + names.replace("\n", "\r\n")):
         path.write_bytes((header + named).encode())
         assert np.array_equal(read_scan(path).voxels, ct_values())
-    path.write_text(header + "s%d.raw 0 9 1\n")
+    path.write_text(header + "s%d.raw 0 9 1\n", encoding="utf-8")
     assert np.array_equal(read_scan(path).voxels, ct_values())
     for named, count in (
         ("LIST\n" + names.removesuffix("s9.raw\n"), 9),
@@ -313,14 +313,14 @@ def test_metaimages_of_a_file_a_slice(tmp_path: Path, packed: bool) -> None:
         ("LIST\n" + names + "s9.raw\n", 11),
         ("s%d.raw 0 8 1\n", 9),
     ):
-        path.write_text(header + named)
+        path.write_text(header + named, encoding="utf-8")
         expected = "expected 10 by DimSize, in a list each with a line break behind it"
         assert refusal(path) == f": {count} data files in the header; {expected}"
     for named in ("s%d.raw 0 9", "s%d.raw 0 9 0", "s%d.raw", "s%d%d.raw 0 9 1"):
-        path.write_text(header + named + "\n")
+        path.write_text(header + named + "\n", encoding="utf-8")
         expected = "expected a pattern with the first number, the last and the step"
         assert refusal(path) == f": ElementDataFile = {named}; {expected}"
-    path.write_text(header + "LIST\n" + names)
+    path.write_text(header + "LIST\n" + names, encoding="utf-8")
     whole = (tmp_path / "s4.raw").read_bytes()
     (tmp_path / "s4.raw").write_bytes(whole[:-9])
     assert refusal(path).startswith(": s4.raw is cut short (")
@@ -359,7 +359,7 @@ def test_an_empty_folder_and_one_without_dicom(tmp_path: Path) -> None:
     folder = tmp_path / "empty"
     folder.mkdir()
     assert refusal(folder) == ": an empty folder; expected a folder of DICOM files"
-    (folder / "notes.txt").write_text("no scan here")
+    (folder / "notes.txt").write_text("no scan here", encoding="utf-8")
     assert refusal(folder) == ": a folder without DICOM; expected a DICOM CT series, NIfTI, MHA/MHD or NRRD"
 
 
@@ -431,8 +431,8 @@ def test_memory_is_what_the_groups_of_the_process_may_take(
 ) -> None:
     for name, limit in limits.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(limit)
-    (tmp_path / "own").write_text(own)
+        (tmp_path / name).write_text(limit, encoding="utf-8")
+    (tmp_path / "own").write_text(own, encoding="utf-8")
     monkeypatch.setattr(memory_of_the_machine, "OWN_GROUPS", tmp_path / "own")
     monkeypatch.setattr(memory_of_the_machine, "CONTROL_GROUPS", tmp_path)
     assert memory_of_the_machine.available_memory_bytes() == 5000
@@ -446,6 +446,6 @@ def test_without_a_limit_memory_is_the_machines(
     monkeypatch.setattr(memory_of_the_machine, "CONTROL_GROUPS", tmp_path)
     monkeypatch.setattr(memory_of_the_machine, "_free_bytes", lambda: 6000)
     if own is not None:
-        (tmp_path / "own").write_text(own)
-        (tmp_path / "memory.max").write_text("max\n")
+        (tmp_path / "own").write_text(own, encoding="utf-8")
+        (tmp_path / "memory.max").write_text("max\n", encoding="utf-8")
     assert memory_of_the_machine.available_memory_bytes() == 6000

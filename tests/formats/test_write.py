@@ -109,7 +109,7 @@ def test_what_reads_back_differently_is_not_kept(
 
 def test_an_interruption_leaves_nothing(tmp_path: Path) -> None:
     def interrupted(part: Path) -> None:
-        part.write_text("half")
+        part.write_text("half", encoding="utf-8")
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -119,9 +119,9 @@ def test_an_interruption_leaves_nothing(tmp_path: Path) -> None:
 
 def test_any_file_can_be_replaced(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
-    path.write_text("old")
-    replace_file(path, lambda part: part.write_text("new") and None)
-    assert path.read_text() == "new"
+    path.write_text("old", encoding="utf-8")
+    replace_file(path, lambda part: part.write_text("new", encoding="utf-8") and None)
+    assert path.read_text(encoding="utf-8") == "new"
     assert list(tmp_path.iterdir()) == [path]
 
 

@@ -246,7 +246,7 @@ def test_what_is_no_model_is_refused_in_one_line(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
     with pytest.raises(ModelError, match=r"model.safetensors: SHA-256 .* damaged or was exchanged"):
         load_model(tmp_path)
-    (tmp_path / "model.json").write_text("{")
+    (tmp_path / "model.json").write_text("{", encoding="utf-8")
     with pytest.raises(ModelError, match="not a model description"):
         load_model(tmp_path)
 
@@ -276,14 +276,14 @@ def test_what_is_no_model_is_refused_in_one_line(tmp_path):
 )
 def test_a_description_that_lacks_or_changes_something_is_refused_in_one_line(tmp_path, keys, value, words):
     save_model(model(), tmp_path)
-    description = table = json.loads((tmp_path / "model.json").read_text())
+    description = table = json.loads((tmp_path / "model.json").read_text(encoding="utf-8"))
     for key in keys[:-1]:
         table = table[key]
     if value is None:
         del table[keys[-1]]
     else:
         table[keys[-1]] = value
-    (tmp_path / "model.json").write_text(json.dumps(description))
+    (tmp_path / "model.json").write_text(json.dumps(description), encoding="utf-8")
     with pytest.raises(ModelError, match=words) as refused:
         load_model(tmp_path).refiner.network()
     assert "\n" not in str(refused.value)

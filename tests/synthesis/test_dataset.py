@@ -28,7 +28,7 @@ def test_the_layout_is_nnunets(tmp_path: Path) -> None:
     assert np.array_equal(scan.affine, labels.affine)
     grid = sample_patient(3, PRESETS["healthy"]).field_of_view(SPACING)
     assert np.allclose(scan.affine, grid.affine)
-    content = json.loads((tmp_path / "dataset.json").read_text())
+    content = json.loads((tmp_path / "dataset.json").read_text(encoding="utf-8"))
     assert content["numTraining"] == 2
     assert content["labels"] == {"background": 0, "lung_right": 1, "lung_left": 2}
     assert steps[-1] == ("done", 1.0)
@@ -59,7 +59,7 @@ def test_a_folder_takes_scans_of_its_own_settings_only(tmp_path: Path) -> None:
             write_dataset(tmp_path, 1, *settings)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     write_dataset(tmp_path, 2, 0, (SPACING, SPACING, SPACING), PRESETS["default"])
-    assert json.loads((tmp_path / "dataset.json").read_text())["numTraining"] == 2
+    assert json.loads((tmp_path / "dataset.json").read_text(encoding="utf-8"))["numTraining"] == 2
     assert all(path.read_bytes() == content for path, content in before.items() if path.name != "dataset.json")
 
 
@@ -106,23 +106,23 @@ def test_where_there_is_no_memory_for_a_scan_a_larger_spacing_is_advised_and_tak
     with pytest.raises(OutputError, match=words):
         write_dataset(tmp_path, 1, 0, 0.003)
     write_dataset(tmp_path, 1, 0, SPACING)
-    assert json.loads((tmp_path / "synthesis.json").read_text())["spacing_mm"] == [SPACING] * 3
+    assert json.loads((tmp_path / "synthesis.json").read_text(encoding="utf-8"))["spacing_mm"] == [SPACING] * 3
 
 
 def test_somebody_elses_data_set_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "dataset.json").write_text("theirs")
+    (tmp_path / "dataset.json").write_text("theirs", encoding="utf-8")
     with pytest.raises(
         OutputError, match=r"dataset\.json of unknown settings, without a synthesis\.json; expected a new"
     ):
         write_dataset(tmp_path, 1, 0, SPACING)
-    (tmp_path / "synthesis.json").write_text("[")
+    (tmp_path / "synthesis.json").write_text("[", encoding="utf-8")
     with pytest.raises(OutputError, match=r"synthesis\.json: no record of synthetic scans"):
         write_dataset(tmp_path, 1, 0, SPACING)
-    assert (tmp_path / "dataset.json").read_text() == "theirs"
+    assert (tmp_path / "dataset.json").read_text(encoding="utf-8") == "theirs"
 
 
 def test_a_folder_that_cannot_be_is_an_output_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(OutputError, match="cannot be written"):
         write_dataset(tmp_path / "file", 1, 0, SPACING)
 

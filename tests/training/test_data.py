@@ -53,14 +53,16 @@ def paths(name: str) -> dict[str, str]:
 def as_decathlon(root: Path) -> Path:
     labels = {"0": "background", "1": "right lung", "2": "left lung"}
     about = {"labels": labels, "training": [paths(name) for name in CASES], "numTraining": 3}
-    (root / "dataset.json").write_text(json.dumps(about))
+    (root / "dataset.json").write_text(json.dumps(about), encoding="utf-8")
     return root
 
 
 def as_datalist(root: Path) -> Path:
     path = root / "datalist.json"
     cases = [paths(name) | {"fold": fold} for fold, name in enumerate(CASES)]
-    path.write_text(json.dumps({"training": cases, "testing": [], "labels": {"0": "background", **_named(OURS)}}))
+    path.write_text(
+        json.dumps({"training": cases, "testing": [], "labels": {"0": "background", **_named(OURS)}}), encoding="utf-8"
+    )
     return path
 
 
@@ -70,7 +72,7 @@ def _named(labels: dict[str, int]) -> dict[str, str]:
 
 def as_csv(root: Path) -> Path:
     path = root / "cases.csv"
-    with path.open("w", newline="") as file:
+    with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, ["image", "label", "patient", "fold"])
         writer.writeheader()
         writer.writerows(paths(name) | {"patient": "p", "fold": ""} for name in CASES[:2])
@@ -103,10 +105,10 @@ def test_patients_are_never_split_and_the_split_is_kept(folder, tmp_path):
     both = [{patient.case.entry.patient for patient in part} for part in (training, held_out)]
     assert not both[0] & both[1]
     (tmp_path / "checkpoint.pt").touch()
-    kept = json.loads((tmp_path / "split.json").read_text())
+    kept = json.loads((tmp_path / "split.json").read_text(encoding="utf-8"))
     assert kept["folds"]["toy_0"] == kept["folds"]["toy_1"] != kept["folds"]["toy_2"]
     kept["folds"] = {name: 1 - fold for name, fold in kept["folds"].items()}
-    (tmp_path / "split.json").write_text(json.dumps(kept))
+    (tmp_path / "split.json").write_text(json.dumps(kept), encoding="utf-8")
     again, _ = patients_of(config, tmp_path / "split.json")
     assert {patient.case.entry.patient for patient in again} == both[1]
     write_case(root, "toy_3", (6.0, 6.0, 6.0))
@@ -118,7 +120,7 @@ def with_folds(root: Path, folds: list[int], patients: list[object]) -> Path:
     path = root / "folds.json"
     given = zip(CASES, folds, patients, strict=True)
     cases = [paths(name) | {"fold": fold, "patient": patient} for name, fold, patient in given]
-    path.write_text(json.dumps({"training": cases, "labels": _named(OURS)}))
+    path.write_text(json.dumps({"training": cases, "labels": _named(OURS)}), encoding="utf-8")
     return path
 
 
@@ -155,9 +157,9 @@ def test_a_run_goes_on_only_with_the_data_it_began_with(folder, tmp_path):
         patients_of(config, record)
     found = "another scan, or other labels, than at first of toy_1; expected the same data as at first"
     assert str(caught.value) == f"{record}: {found}; put it back, or begin anew elsewhere"
-    kept = json.loads(record.read_text())
+    kept = json.loads(record.read_text(encoding="utf-8"))
     del kept["digests"]  # as earlier versions wrote it
-    record.write_text(json.dumps(kept))
+    record.write_text(json.dumps(kept), encoding="utf-8")
     patients_of(config, record)
 
 
@@ -167,7 +169,7 @@ def test_a_split_of_a_start_that_left_no_checkpoint_is_made_anew(folder, cache, 
     anew = with_data(stage1(folder), folds=3, fold=2, cache=cache)
     training, held_out = patients_of(anew, record)
     assert {patient.fold for patient in [*training, *held_out]} == {0, 1, 2}
-    assert json.loads(record.read_text())["held_out"] == 2
+    assert json.loads(record.read_text(encoding="utf-8"))["held_out"] == 2
     train(anew, tmp_path, device="cpu", stop_after=1, quiet=True)
     with pytest.raises(ConfigError, match=r"another recipe .*\(data.folds was 3; data.fold was 2\)"):
         train(with_data(anew, folds=2, fold=1), tmp_path, device="cpu", resume=True, quiet=True)
@@ -253,7 +255,7 @@ def test_ten_faults_are_told_in_one_go_and_nothing_is_started(tmp_path, capsys):
     (labels / "case_0.nii.gz").unlink()
     (images / "case_1_0000.nii.gz").unlink()
     shutil.copy(_written(tmp_path, (12.0, 12.0, 12.0)), labels / "case_2.nii.gz")
-    (images / "case_3_0000.nii.gz").write_text("no volume")
+    (images / "case_3_0000.nii.gz").write_text("no volume", encoding="utf-8")
     whole = gzip.decompress((labels / "case_4.nii.gz").read_bytes())
     (labels / "case_4.nii.gz").write_bytes(gzip.compress(whole[:-5000]))
     _relabel(images, labels, "case_5", (0, 1, 7))
@@ -365,7 +367,7 @@ def test_names_that_say_no_side_are_refused_with_the_faults_of_the_files(folder,
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"labels": {"lung_left": [1, 2]}, "file_ending": ".nii.gz"}', "{}"])
 def test_what_is_no_data_set_is_refused_in_one_line(tmp_path, content):
-    (tmp_path / "dataset.json").write_text(content)
+    (tmp_path / "dataset.json").write_text(content, encoding="utf-8")
     with pytest.raises(ConfigError, match=r"dataset.json: not a description of a data set"):
         listing(tmp_path)
     with pytest.raises(ConfigError, match=r"no such file or folder; expected a folder with dataset.json"):
@@ -377,7 +379,7 @@ def test_what_is_no_data_set_is_refused_in_one_line(tmp_path, content):
 def test_a_description_may_begin_with_a_byte_order_mark(folder, tmp_path):
     root = shutil.copytree(folder, tmp_path / "set")
     for path in (root / "dataset.json", as_datalist(root)):
-        path.write_text(path.read_text(), encoding="utf-8-sig")
+        path.write_text(path.read_text(encoding="utf-8"), encoding="utf-8-sig")
         assert [entry.name for entry in listing(path).entries] == CASES
 
 
@@ -411,15 +413,19 @@ def test_of_several_channels_the_one_named_ct_is_taken(folder, tmp_path, key):
         if images:
             pairs = zip(images, labels, strict=True)
             about["training"] = [{"image": image, "label": label} for image, label in pairs]
-        (root / "dataset.json").write_text(json.dumps(about))
+        (root / "dataset.json").write_text(json.dumps(about), encoding="utf-8")
         assert [(entry.name, entry.image) for entry in listing(root).entries] == expected
-    (root / "dataset.json").write_text(json.dumps(about | {"training": [{"image": ["a"], "label": "b"}]}))
+    (root / "dataset.json").write_text(
+        json.dumps(about | {"training": [{"image": ["a"], "label": "b"}]}), encoding="utf-8"
+    )
     with pytest.raises(ConfigError, match="not a description of a data set"):
         listing(root)
-    (root / "dataset.json").write_text(json.dumps(about | {key: {"0": "PET", "1": "MR"}}))
+    (root / "dataset.json").write_text(json.dumps(about | {key: {"0": "PET", "1": "MR"}}), encoding="utf-8")
     with pytest.raises(ConfigError, match=r"dataset.json: channels PET, MR; expected one that is named CT$"):
         listing(root)
-    (root / "dataset.json").write_text(json.dumps({"labels": OURS, "file_ending": ".nii.gz", key: {"0": "noNorm"}}))
+    (root / "dataset.json").write_text(
+        json.dumps({"labels": OURS, "file_ending": ".nii.gz", key: {"0": "noNorm"}}), encoding="utf-8"
+    )
     assert listing(root).entries[0].image.name == "toy_0_0000.nii.gz"
 
 
@@ -429,12 +435,12 @@ def test_of_several_channels_the_one_named_ct_is_taken(folder, tmp_path, key):
 )
 def test_a_row_without_its_label_or_image_is_told_in_one_line(tmp_path, capsys, row, words):
     path = tmp_path / "cases.csv"
-    path.write_text(f"image,label\nc.nii.gz,d.nii.gz\n{row}\n")
+    path.write_text(f"image,label\nc.nii.gz,d.nii.gz\n{row}\n", encoding="utf-8")
     assert main(["train", "--stage", "1", "--data", str(path), "--output", str(tmp_path / "run")]) == 2
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith(f"cascadeseg: data.source: {path}: not a table of cases (ValueError: {words}")
     assert said.endswith("expected a CSV of image,label[,patient,fold]")
-    (tmp_path / "list.json").write_text('{"training": [{"image": [], "label": "b.nii.gz"}]}')
+    (tmp_path / "list.json").write_text('{"training": [{"image": [], "label": "b.nii.gz"}]}', encoding="utf-8")
     with pytest.raises(ConfigError, match="no image in the case"):
         listing(tmp_path / "list.json")
 
@@ -588,10 +594,10 @@ def test_what_failed_in_an_earlier_run_is_tried_again(folder, tmp_path):
     (first, *_), _ = patients_of(config, tmp_path / "split.json")
     waiting = CaseStore(tmp_path / "cache", config, [(first, "cases")], workers=0)
     failed = waiting.folder / f"{first.key}.cases.failed"
-    failed.write_text("the disk was full")
+    failed.write_text("the disk was full", encoding="utf-8")
     with pytest.raises(ConfigError, match="data: the disk was full"):
         waiting.names(first)
-    failed.write_text("")  # as far as it could be written
+    failed.write_text("", encoding="utf-8")  # as far as it could be written
     with pytest.raises(ConfigError, match=f"data: {first.key} cannot be prepared"):
         waiting.names(first)
     preparing = CaseStore(tmp_path / "cache", config, [(first, "cases")])

@@ -47,7 +47,7 @@ def run(config, output, **options) -> Path:
 
 
 def lines(output: Path) -> list[dict]:
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def weights(model: Path) -> bytes:
@@ -218,7 +218,7 @@ def test_a_full_disk_is_one_line_and_leaves_the_last_checkpoint(recipe, tmp_path
     config = recipe(save_every=100, validate_every=100)
     run(config, tmp_path, stop_after=2)
     before = (tmp_path / "checkpoint.pt").read_bytes()
-    (tmp_path / "recipe.toml").write_text(configs.dump(config))
+    (tmp_path / "recipe.toml").write_text(configs.dump(config), encoding="utf-8")
     command = ["train", "--stage", "1", "--config", str(tmp_path / "recipe.toml"), "--device", "cpu", "--quiet"]
     with small_files(len(before) // 2):
         assert main([*command, "--output", str(tmp_path), "--resume"]) == 2
@@ -272,7 +272,7 @@ def test_a_run_killed_at_twenty_moments_resumes_to_the_same_bits(recipe, tmp_pat
     began = time.perf_counter()
     whole = run(config, tmp_path / "whole")
     lasted = time.perf_counter() - began
-    (tmp_path / "recipe.toml").write_text(configs.dump(config))
+    (tmp_path / "recipe.toml").write_text(configs.dump(config), encoding="utf-8")
     command = [sys.executable, "-c", KILLED, str(tmp_path / "recipe.toml"), str(tmp_path / "killed")]
     chance = random.Random(0)
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as parent:
@@ -292,7 +292,7 @@ def test_two_processes_give_what_one_gives_and_none_waits_for_the_other(recipe, 
     config = recipe(steps=3, batch=batch, validate_every=3)
     config = replace(config, unet=replace(config.unet, norm="instance"))
     alone = run(config, tmp_path / "alone")
-    (tmp_path / "recipe.toml").write_text(configs.dump(config))
+    (tmp_path / "recipe.toml").write_text(configs.dump(config), encoding="utf-8")
     together = tmp_path / "together"
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29653"),
@@ -312,7 +312,7 @@ def test_two_processes_give_what_one_gives_and_none_waits_for_the_other(recipe, 
 
 def two_processes(recipe: TrainingConfig, folder: Path) -> tuple[list[str], Path]:
     """The command of a run by two processes, and its folder."""
-    (folder / "recipe.toml").write_text(configs.dump(recipe))
+    (folder / "recipe.toml").write_text(configs.dump(recipe), encoding="utf-8")
     command = [
         *(sys.executable, "-m", "cascadeseg", "train", "--stage", "1", "--config", str(folder / "recipe.toml")),
         *("--quiet", "--output", str(folder / "together"), "--device", "cpu", "--devices", "2"),
@@ -336,7 +336,7 @@ def test_a_killed_worker_ends_all_processes(tmp_path):
     config = with_data(stage1("synthetic", **numbers), cases=60, initial=2, steps_per_case=1, validation=0, workers=1)
     command, folder = two_processes(config, tmp_path)
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
-        while not (folder / "metrics.jsonl").exists() or not (folder / "metrics.jsonl").read_text():
+        while not (folder / "metrics.jsonl").exists() or not (folder / "metrics.jsonl").read_text(encoding="utf-8"):
             assert running.poll() is None, running.stderr.read()
             time.sleep(0.1)
         for worker in children(running):
@@ -380,7 +380,7 @@ def test_a_run_without_time_to_look_at_its_data_says_so_and_leaves_nothing(recip
         stopped()
 
     monkeypatch.setattr(loop, "Data", slow)
-    (tmp_path / "recipe.toml").write_text(configs.dump(recipe()))
+    (tmp_path / "recipe.toml").write_text(configs.dump(recipe()), encoding="utf-8")
     command = ["train", "--stage", "1", "--config", str(tmp_path / "recipe.toml"), "--output", str(tmp_path / "run")]
     assert main([*command, "--device", "cpu", "--time-limit", "0.001"]) == 4
     assert "stopped before the first step; the same command begins anew" in capsys.readouterr().out
@@ -577,11 +577,11 @@ def test_a_window_that_is_upside_down_is_refused(recipe, tmp_path):
 )
 def test_a_recipe_with_a_number_that_cannot_be_is_refused_when_it_is_read(tmp_path, key, value, expected):
     section, _, name = key.partition(".")
-    plain = (Path(__file__).parents[2] / "configs" / "stage1-smoke.toml").read_text()
+    plain = (Path(__file__).parents[2] / "configs" / "stage1-smoke.toml").read_text(encoding="utf-8")
     plain = re.sub(rf"^{name} = .*\n", "", plain, flags=re.MULTILINE)
     kept = plain if f"[{section}]" in plain else f"{plain}[{section}]"
     path = tmp_path / "recipe.toml"
-    path.write_text(kept.replace(f"[{section}]", f"[{section}]\n{name} = {value}"))
+    path.write_text(kept.replace(f"[{section}]", f"[{section}]\n{name} = {value}"), encoding="utf-8")
     for source, override, where in (
         (path, [], f"{path}: {key}"),
         ({"stage": 1, "view": {"spacing_mm": 4.0}, "unet": {}}, [f"{key}={value}"], f"--set {key}={value}"),

@@ -46,7 +46,7 @@ def write_case(root: Path, name: str, spacing: tuple[float, float, float], numbe
 
 def write_dataset_json(root: Path, labels: dict[str, int] | None = None, **more: Any) -> None:
     about = {"channel_names": {"0": "CT"}, "labels": labels or OURS, "file_ending": ".nii.gz", **more}
-    (root / "dataset.json").write_text(json.dumps(about))
+    (root / "dataset.json").write_text(json.dumps(about), encoding="utf-8")
 
 
 def toy_dataset(root: Path) -> Path:
