@@ -39,11 +39,12 @@ def clean(labels: Labels, regions: Sequence[tuple[Label, Box]], grid: Grid, coar
     for label, box in regions:
         region = view[box.slices]
         lung = np.asfortranarray(region == label.value)
-        if not lung.any():
-            continue
-        kept = fill_voids.fill(_parts(lung, grid.canonical().cropped(box), coarse), in_place=True)
-        region[lung & ~kept] = BACKGROUND
-        region[kept & (region == BACKGROUND)] = label.value
+        if lung.any():
+            region[lung & ~_parts(lung, grid.canonical().cropped(box), coarse)] = BACKGROUND
+    for label, box in regions:  # in whose holes no small part of the other lung is left now
+        region = view[box.slices]
+        filled = fill_voids.fill(np.asfortranarray(region == label.value), in_place=True)
+        region[filled & (region == BACKGROUND)] = label.value
     return labels
 
 

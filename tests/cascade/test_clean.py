@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 from cascadeseg.cascade.clean import clean
@@ -36,6 +37,16 @@ def test_a_hole_that_holds_the_other_lung_keeps_it():
     labels = lung()
     labels[10:20, 10:20, 10:20] = LEFT_LUNG.value
     assert (clean(labels.copy(), WHOLE, GRID, SEEN) == labels).all()
+
+
+@pytest.mark.parametrize(("lung", "other"), [(RIGHT_LUNG, LEFT_LUNG), (LEFT_LUNG, RIGHT_LUNG)])
+def test_a_hole_in_either_lung_that_holds_a_speck_of_the_other_one_is_filled(lung, other):
+    expected = np.zeros(GRID.shape, np.uint8)
+    expected[3:18, 5:30, 5:30] = lung.value
+    expected[22:37, 5:30, 5:30] = other.value
+    labels = expected.copy()
+    labels[9:12, 9:12, 9:12] = other.value
+    assert (clean(labels, WHOLE, GRID, SEEN) == expected).all()
 
 
 def test_a_second_large_part_stays():
