@@ -33,7 +33,7 @@ from cascadeseg.cascade.windowed import restored
 from cascadeseg.errors import ConfigError, DeviceError, ModelError, ScanError
 from cascadeseg.formats import has_its_own_affine, read_scan, scan_of
 from cascadeseg.formats.scan import Before, Scan
-from cascadeseg.geometry import Box, Grid, Mask, canonical_view
+from cascadeseg.geometry import Box, Mask, bounding_box, canonical_view
 from cascadeseg.labels import LUNGS, Label
 from cascadeseg.network.bounded import BoundedEngine, EngineKind
 from cascadeseg.network.engine import Precision, find_device, give_back
@@ -59,7 +59,8 @@ class LungResult:
         mean_hu: mean HU inside the mask, None where there is none.
         touches: faces of the scan that the lung touches (``"superior"``, ...): there it may go on outside.
         regrown: how many times its box had to grow.
-        box_mm: the extent of its crop in RAS+ mm, ((x, y, z) low, (x, y, z) high); None where stage 1 found no lung.
+        box_mm: the extent of its crop, the mask in it, in RAS+ mm, ((x, y, z) low, (x, y, z) high); None where stage 1
+            found no lung.
         cut: whether it still reaches a face of its box, inside the scan, though that grew as far as it may.
         quality: the Dice to expect of the mask; None without a mask, or for a model without calibration.
         reasons: why the mask should be looked at; none for one that can be trusted.
@@ -308,12 +309,14 @@ def _result(scan: Scan, labels: Labels, label: Label, refined: Refined | None, t
     box = box_on(refined, grid)
     view = canonical_view(labels, scan.grid)
     mask = view[box.slices] == label.value
-    crop = refined.lung.grid.cropped(refined.lung.box)
-    corners = crop.world(list(product(*((-0.5, n - 0.5) for n in crop.shape))))
+    crops = [refined.lung.grid.cropped(refined.lung.box)]
+    if inner := bounding_box(mask):  # stage 2 sees up to a stride more than the box, and the lung may end there
+        crops.append(grid.cropped(inner.shifted(box.start)))
+    corners = np.concatenate([crop.world(list(product(*((-0.5, n - 0.5) for n in crop.shape)))) for crop in crops])
     return LungResult(
         label=label,
         volume_ml=float(np.count_nonzero(mask)) * grid.voxel_volume_ml,
-        height_mm=_height_mm(mask, grid),
+        height_mm=inner.shape[2] * grid.spacing_mm[2] if inner else 0.0,
         mean_hu=_mean_hu(scan.canonical(), mask, box),
         touches=_touches(mask, box, grid.shape),
         regrown=refined.lung.regrown,
@@ -321,11 +324,6 @@ def _result(scan: Scan, labels: Labels, label: Label, refined: Refined | None, t
         box_mm=(tuple(corners.min(axis=0).round(1)), tuple(corners.max(axis=0).round(1))),
         signs=signs_of(traces.seen, view, refined, traces.coarse),
     )
-
-
-def _height_mm(mask: Mask, grid: Grid) -> float:
-    slices = np.flatnonzero(mask.any(axis=(0, 1)))
-    return float(slices[-1] - slices[0] + 1) * grid.spacing_mm[2] if len(slices) else 0.0
 
 
 def _mean_hu(scan: Scan, mask: Mask, box: Box) -> float | None:

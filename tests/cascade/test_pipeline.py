@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cascadeseg import parallel
+from cascadeseg.cascade.crop import crop_lungs
 from cascadeseg.cascade.locate import coarse_grid
 from cascadeseg.cascade.pipeline import Segmenter
 from cascadeseg.errors import ConfigError, DeviceError, ModelError, ScanError
@@ -92,6 +93,21 @@ def test_a_box_in_millimetres_holds_the_lung_of_an_oblique_scan():
         voxels = grid.world(np.argwhere(result.labels == lung.label.value))
         assert (voxels >= np.asarray(low)).all()
         assert (voxels <= np.asarray(high)).all()
+
+
+def test_a_box_in_millimetres_holds_a_lung_that_ends_where_the_crop_was_rounded_up(monkeypatch):
+    def too_low(*args):  # 41 layers of 4 mm, which stage 2's stride of 16 mm makes 44
+        right, *_ = crop_lungs(*args)
+        x, y, z = right.box.stop
+        return [replace(right, box=Box(right.box.start, (x, y, z - 3)))]
+
+    monkeypatch.setattr("cascadeseg.cascade.pipeline.crop_lungs", too_low)
+    result = thresholding_segmenter().segment(chest(chest_grid((2.0, 3.0, 3.0))))
+    lung = result.lungs[0]
+    top = result.scan.grid.world(np.argwhere(result.labels == lung.label.value)).max(axis=0)
+    assert top[2] == pytest.approx(RADII[2], abs=3)
+    assert lung.regrown == 0
+    assert (top <= np.asarray(lung.box_mm[1])).all()
 
 
 @pytest.mark.parametrize("slices", [66, 82])  # a whole number of 2 mm voxels would leave the outermost centres out
