@@ -26,7 +26,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from cascadeseg.errors import DeviceError, ModelError
-from cascadeseg.parallel import bound_processors, processors
+from cascadeseg.machine import bound_processors, processors
 from cascadeseg.terminal import complain, in_one_line, progress_bar, say, survive_odd_terminals
 
 if TYPE_CHECKING:

@@ -1,24 +1,18 @@
-"""Two things at once: what is slim leaves half of a processor's cores idle, however many threads each step may take.
-
-Torch is imported inside the functions, as who only counts processors does without.
-"""
+"""Two things at once: what is slim leaves half of a processor's cores idle, however many threads each step may take."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from math import ceil
-from pathlib import Path
 from threading import Lock, Thread
 from typing import Protocol, TypeVar
+
+import torch
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 AT_ONCE = 2
 """As many as a body has lungs: more would take more memory than was planned for."""
-CONTAINER_SHARE = Path("/sys/fs/cgroup/cpu.max")
-"""How long a container's processes may run, all of them together, in how long, or ``max``; in microseconds."""
 _COUNTING = Lock()
 """Held while the process's count of torch's threads is one thread's share."""
 
@@ -34,26 +28,10 @@ def one_by_one(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Re
     return [work(item) for item in items]
 
 
-def bound_processors() -> int:
-    """How many of the machine's processors this process is bound to, as torch counts them."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def processors() -> int:
-    """How many this process may use: those that it is bound to, as far as its container lets it."""
-    try:
-        share, of = CONTAINER_SHARE.read_text(encoding="ascii").split()
-        return min(bound_processors(), ceil(int(share) / int(of)))
-    except (OSError, ValueError):
-        return bound_processors()
-
-
 def threads_to_share() -> bool:
     """Whether torch has a thread for each, and counts them by OpenMP, which alone gives each thread its own count."""
-    import torch
-
     openmp: bool = torch.backends.openmp.is_available()  # type: ignore[no-untyped-call]
-    return openmp and torch.get_num_threads() >= AT_ONCE
+    return openmp and own_threads() >= AT_ONCE
 
 
 def side_by_side(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
@@ -73,8 +51,6 @@ def side_by_side(work: Callable[[Item], Result], items: Sequence[Item]) -> list[
     """
     if len(items) < AT_ONCE or not threads_to_share():
         return one_by_one(work, items)
-    import torch
-
     threads, inference = own_threads(), torch.is_inference_mode_enabled()
 
     def in_thread(item: Item) -> Result:
@@ -87,8 +63,6 @@ def side_by_side(work: Callable[[Item], Result], items: Sequence[Item]) -> list[
 
 def own_threads() -> int:
     """How many threads torch has in the thread that calls: from when it first asks, as many as it had then."""
-    import torch
-
     with _COUNTING:
         return torch.get_num_threads()
 
@@ -99,8 +73,6 @@ def _take(threads: int) -> None:
     What sets one thread's count sets that of all threads to come, too: another thread puts it back at once, or a
     request that begins meanwhile would keep the share for good.
     """
-    import torch
-
     with _COUNTING:
         of_others = torch.get_num_threads()
         torch.set_num_threads(threads)

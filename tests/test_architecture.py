@@ -13,7 +13,7 @@ import cascadeseg
 
 PACKAGE = Path(cascadeseg.__file__).parent
 LAYERS = [
-    {"_version", "errors", "labels", "geometry", "atomic", "memory", "parallel"},
+    {"_version", "errors", "labels", "geometry", "atomic", "machine", "memory", "parallel"},
     {"config", "formats", "network", "synthesis", "weights"},
     {"cascade"},
     {"training", "evaluation"},

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
-import os
 import threading
 
 import pytest
 import torch
 
-from cascadeseg import batch, parallel
-from cascadeseg.parallel import own_threads, processors, side_by_side
+from cascadeseg.parallel import own_threads, side_by_side
 
 ALONE = not torch.backends.openmp.is_available()
 
@@ -69,46 +67,3 @@ def test_what_is_written_into_in_inference_mode_may_be_written_into_by_both(four
         whole = torch.zeros(4)
         side_by_side(lambda at: whole[at : at + 2].fill_(at + 1), [0, 2])
     assert whole.tolist() == [1, 1, 3, 3]
-
-
-@pytest.mark.parametrize(
-    ("share", "expected"),
-    [(None, 6), ("max 100000\n", 6), ("250000 100000\n", 3), ("1600000 100000\n", 6), ("5000 100000\n", 1)],
-)
-def test_processors_are_counted_that_the_process_may_use(tmp_path, monkeypatch, share, expected):
-    monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)), raising=False)
-    monkeypatch.setattr(parallel, "CONTAINER_SHARE", tmp_path / "cpu.max")
-    if share:
-        (tmp_path / "cpu.max").write_text(share, encoding="utf-8")
-    assert processors() == expected
-
-
-@pytest.mark.parametrize(
-    ("share", "given", "already", "expected"),
-    [
-        ("300000 100000", None, None, "3"),  # of a container
-        ("max 100000", None, None, None),  # torch counts by itself
-        ("900000 100000", None, None, None),
-        ("300000 100000", 2, None, "2"),  # of a process of several
-        ("300000 100000", 2, "5", "5"),  # by the user
-    ],
-)
-def test_torch_is_to_take_no_more_threads_than_a_container_lets_it(
-    tmp_path, monkeypatch, share, given, already, expected
-):
-    (tmp_path / "cpu.max").write_text(share)
-    monkeypatch.setattr(parallel, "CONTAINER_SHARE", tmp_path / "cpu.max")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
-    monkeypatch.setenv("OMP_NUM_THREADS", already or "")
-    if already is None:
-        monkeypatch.delenv("OMP_NUM_THREADS")
-    batch.limit_threads(given)
-    assert os.environ.get("OMP_NUM_THREADS") == expected
-
-
-def test_where_no_process_can_be_bound_all_processors_count(monkeypatch, tmp_path):
-    monkeypatch.setattr(parallel, "CONTAINER_SHARE", tmp_path / "none")
-    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
-    monkeypatch.setattr(os, "cpu_count", lambda: None)
-    assert processors() == 1

@@ -1,23 +1,14 @@
-"""How much memory is free, so that a header's promise is refused before anything is allocated."""
+"""A header's promise that memory cannot hold is refused before anything is allocated."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
 from math import prod
-from pathlib import Path
 
 from cascadeseg.errors import ScanError
+from cascadeseg.machine import available_memory_bytes
 
 DEFLATE_LIMIT = 1040
 """Deflate packs at most about 1,032 bytes into one; nothing true is packed tighter than this."""
-OWN_GROUPS, CONTROL_GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
-
-
-def available_memory_bytes() -> int | None:
-    """Memory a process may still take, or None where the system does not tell."""
-    known = [value for value in (_free_bytes(), _container_limit_bytes()) if value is not None]
-    return min(known) if known else None
 
 
 def refuse_oversized(
@@ -50,36 +41,3 @@ def _in_words(count: int) -> str:
             break
         value, unit = value / 1000, larger
     return f"{value:.4g} {unit}"
-
-
-def _free_bytes() -> int | None:
-    for line in _text(Path("/proc/meminfo")).splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
-        return None
-
-
-def _container_limit_bytes() -> int | None:
-    """The lowest limit that a container, or a batch system on a job, sets on all of its processes together."""
-    files = [group / name for group in _control_groups() for name in ("memory.max", "memory.limit_in_bytes")]
-    return min((int(text) for text in map(_text, files) if text.isdigit()), default=None)
-
-
-def _control_groups() -> Iterator[Path]:
-    """Where Linux keeps the memory limits of the groups that this process is in, and of those that these are in."""
-    for line in _text(OWN_GROUPS).splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers in ("", "memory"):  # of version 2, of version 1
-            group = Path(path.lstrip("/"))  # as seen from a container its own is the outermost
-            yield from (CONTROL_GROUPS / controllers / part for part in (group, *group.parents))
-
-
-def _text(file: Path) -> str:
-    """What is in a file, or nothing where there is none."""
-    try:
-        return file.read_text(encoding="ascii", errors="replace").strip()
-    except OSError:
-        return ""

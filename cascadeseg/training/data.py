@@ -14,7 +14,7 @@ from torch import Generator, Tensor
 from cascadeseg.atomic import replace_text
 from cascadeseg.errors import ConfigError
 from cascadeseg.labels import IGNORE
-from cascadeseg.parallel import processors
+from cascadeseg.machine import processors
 from cascadeseg.synthesis import PRESETS
 from cascadeseg.training.augmentation import Cut, cut, padded, varied
 from cascadeseg.training.cache import CaseStore, Kind

@@ -24,10 +24,10 @@ from cascadeseg import config as configs
 from cascadeseg.atomic import replace_text
 from cascadeseg.errors import CascadesegError, ConfigError, ModelError, OutputError
 from cascadeseg.labels import BESIDE
+from cascadeseg.machine import processors
 from cascadeseg.memory import keep_freed_memory
 from cascadeseg.network.model import load_model, save_model
 from cascadeseg.network.unet import UNet
-from cascadeseg.parallel import processors
 from cascadeseg.training.cache import locator_folder
 from cascadeseg.training.config import TrainingConfig
 from cascadeseg.training.data import LARGEST_BATCH, Data, batch_of

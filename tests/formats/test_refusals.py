@@ -413,39 +413,3 @@ def test_labels_that_are_not_whole_numbers(tmp_path: Path) -> None:
     labels, _ = read_labels(tmp_path / "hard.nii.gz")
     assert labels.dtype.kind == "i"
     assert (labels == 2).all()
-
-
-@pytest.mark.parametrize(
-    ("own", "limits"),
-    [
-        ("0::/\n", {"memory.max": "5000\n"}),
-        ("0::/slurm/job_7/step\n", {"slurm/job_7/memory.max": "5000\n", "slurm/job_7/step/memory.max": "max\n"}),
-        ("2:cpu:/a\n1:memory:/a/b\n0::/\n", {"memory/a/b/memory.limit_in_bytes": "5000\n"}),
-        ("1:memory:/docker/1f\n", {"memory/memory.limit_in_bytes": "5000\n"}),
-        ("0::/a:b/c\n", {"a:b/c/memory.max": "7000\n", "a:b/memory.max": "5000\n"}),
-    ],
-    ids=["container", "job", "version 1", "container of version 1", "nested"],
-)
-def test_memory_is_what_the_groups_of_the_process_may_take(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str, limits: dict[str, str]
-) -> None:
-    for name, limit in limits.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(limit, encoding="utf-8")
-    (tmp_path / "own").write_text(own, encoding="utf-8")
-    monkeypatch.setattr(memory_of_the_machine, "OWN_GROUPS", tmp_path / "own")
-    monkeypatch.setattr(memory_of_the_machine, "CONTROL_GROUPS", tmp_path)
-    assert memory_of_the_machine.available_memory_bytes() == 5000
-
-
-@pytest.mark.parametrize("own", [None, "0::/\n", "0::/gone\n"])
-def test_without_a_limit_memory_is_the_machines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str | None
-) -> None:
-    monkeypatch.setattr(memory_of_the_machine, "OWN_GROUPS", tmp_path / "own")
-    monkeypatch.setattr(memory_of_the_machine, "CONTROL_GROUPS", tmp_path)
-    monkeypatch.setattr(memory_of_the_machine, "_free_bytes", lambda: 6000)
-    if own is not None:
-        (tmp_path / "own").write_text(own, encoding="utf-8")
-        (tmp_path / "memory.max").write_text("max\n", encoding="utf-8")
-    assert memory_of_the_machine.available_memory_bytes() == 6000

@@ -1,0 +1,64 @@
+"""What this process may take of the machine: bound, in a container or as a batch system's job it is less than all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from math import ceil
+from pathlib import Path
+
+OWN_GROUPS, CONTROL_GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+
+
+def bound_processors() -> int:
+    """How many of the machine's processors this process is bound to, as torch counts them."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def processors() -> int:
+    """How many this process may use: those that it is bound to, as far as its control groups let it."""
+    shares = []
+    for group in _control_groups("cpu"):
+        share, _, of = _text(group / "cpu.max").partition(" ")  # microseconds of how many, or "max"; of version 2
+        if share.isdigit() and of.isdigit():
+            shares.append(ceil(int(share) / int(of)))
+    return min([bound_processors(), *shares])
+
+
+def available_memory_bytes() -> int | None:
+    """Memory a process may still take, or None where the system does not tell."""
+    known = [value for value in (_free_bytes(), _memory_limit_bytes()) if value is not None]
+    return min(known) if known else None
+
+
+def _free_bytes() -> int | None:
+    for line in _text(Path("/proc/meminfo")).splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
+        return None
+
+
+def _memory_limit_bytes() -> int | None:
+    """The lowest limit that a container, or a batch system on a job, sets on all of its processes together."""
+    files = [group / name for group in _control_groups("memory") for name in ("memory.max", "memory.limit_in_bytes")]
+    return min((int(text) for text in map(_text, files) if text.isdigit()), default=None)
+
+
+def _control_groups(controller: str) -> Iterator[Path]:
+    """Where Linux keeps a controller's limits of the groups that this process is in, and of those that these are in."""
+    for line in _text(OWN_GROUPS).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers in ("", controller):  # of version 2, of version 1
+            group = Path(path.lstrip("/"))  # as seen from a container its own is the outermost
+            yield from (CONTROL_GROUPS / controllers / part for part in (group, *group.parents))
+
+
+def _text(file: Path) -> str:
+    """What is in a file, or nothing where there is none."""
+    try:
+        return file.read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        return ""
