@@ -112,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"cascadeseg {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
-    for add in (_add_infer, _add_demo, _add_check, _add_evaluate, _add_synth, _add_train):
+    for add in (_add_infer, _add_demo, _add_check, _add_evaluate, _add_synth, _add_train, _add_export):
         add(commands)
     return parser
 
@@ -138,6 +138,7 @@ def _add_infer(commands: Any) -> None:
         help="the mask's file, or a folder for several; default: beside each scan, SCAN_lungs and the format's suffix",
     )
     _add_model(parser)
+    _add_device(parser)
     _add_which(parser)
     add(
         "--format",
@@ -184,6 +185,7 @@ def _add_demo(commands: Any) -> None:
     add = parser.add_argument
     add("folder", nargs="?", default="cascadeseg-demo", metavar="DIR", help="default: ./cascadeseg-demo")
     _add_model(parser)
+    _add_device(parser)
     add("--force", action="store_true", help="overwrite the files of an earlier demo")
     _add_loudness(parser)
 
@@ -254,6 +256,19 @@ def _add_train(commands: Any) -> None:
     add("--quiet", action="store_true", help="no progress")
 
 
+def _add_export(commands: Any) -> None:
+    parser = _command(commands, _run_export, "Write a model's networks as ONNX files, for programs without torch.")
+    add = parser.add_argument
+    add(
+        "output",
+        metavar="OUT",
+        help="a folder; gets locator.onnx, refiner.onnx and cascade.json, which says how to use them",
+    )
+    _add_model(parser)
+    add("--force", action="store_true", help="overwrite an export that is there")
+    add("--quiet", action="store_true", help="say nothing but errors")
+
+
 def _add_scans(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "scans",
@@ -271,7 +286,6 @@ def _add_which(parser: argparse.ArgumentParser) -> None:
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="DIR", help="a trained model's folder; default: the one in the package")
-    _add_device(parser)
 
 
 def _add_device(parser: argparse.ArgumentParser) -> None:
@@ -712,6 +726,32 @@ def _run_demo(options: argparse.Namespace) -> int:
         say("")
         say(tables.as_text([case]))
         say("\n".join(f"{path}  {what}" for path, what in files.explained()))
+    return DONE
+
+
+# ------------------------------------------------------------------------------------------------------ export
+
+
+def _run_export(options: argparse.Namespace) -> int:
+    from cascadeseg.outputs import check_folder, make_folder
+
+    folder = Path(options.output)
+    batch.set_up_libraries()
+    from cascadeseg.cascade.export import DESCRIPTION, exported, write_export
+    from cascadeseg.network import load_model
+
+    check_folder(folder)
+    if (folder / DESCRIPTION).exists() and not options.force:
+        raise OutputError(folder / DESCRIPTION, "exists", remedy="overwrite with --force, or choose another folder")
+    model = load_model(options.model)
+    with progress_bar("exporting", options.quiet) as progress:
+        exports = exported(model, progress)
+    make_folder(folder)
+    write_export(exports, model, folder)
+    if not options.quiet:
+        for one in exports:
+            say(f"{folder / one.file}: {len(one.content) / 1e6:.1f} MB, as torch to {one.largest_difference:.1g}")
+        say(f"{folder / DESCRIPTION}: what a program has to know of them")
     return DONE
 
 

@@ -52,6 +52,7 @@ OPTIONS = {
     "synth": "OUT --count --seed --spacing --preset --quiet",
     "train": "--stage --data --config --preset --set --init -o/--output --resume --time-limit --device --devices"
     " --nodes --quiet",
+    "export": "OUT --model --force --quiet",
 }
 """The command line as its users know it: a change here is a change for them, and belongs in the changelog."""
 
@@ -1537,6 +1538,36 @@ def test_a_run_goes_on_by_its_own_recipe(
     assert "a recipe for stage 1; expected one for --stage 2" in capsys.readouterr().err
     assert run("train", "--stage", "1", "-o", "mine") == 0
     assert seen[2] != seen[0]
+
+
+# ------------------------------------------------------------------------------------------------------------ export
+
+
+def test_export(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], refused: Refused) -> None:
+    from cascadeseg.cascade import export
+
+    def exported(model: Any, progress: Callable[[str, float], None]) -> list[export.Exported]:
+        progress("locator", 0.1)
+        return [export.Exported(name, b"x" * 1_240_000, {}, 6e-6) for name in ("locator", "refiner")]
+
+    monkeypatch.setattr(export, "exported", exported)
+    monkeypatch.setattr(export, "LIBRARIES", ())
+    assert run("export", "new/networks") == 0
+    assert names(Path("new")) == ["networks/cascade.json", "networks/locator.onnx", "networks/refiner.onnx"]
+    assert capsys.readouterr().out.splitlines() == [
+        "new/networks/locator.onnx: 1.2 MB, as torch to 6e-06",
+        "new/networks/refiner.onnx: 1.2 MB, as torch to 6e-06",
+        "new/networks/cascade.json: what a program has to know of them",
+    ]
+    refused(["export", "new/networks"], "new/networks/cascade.json: exists; overwrite with --force, or choose another")
+    assert run("export", "new/networks", "--force", "--quiet") == 0
+    assert capsys.readouterr().out == ""
+    refused(["export", "other", "--model", "nowhere"], "nowhere: no such folder; expected a model folder")
+    refused(["export", "new/networks/locator.onnx"], "locator.onnx: a file; expected a folder; choose another name")
+    monkeypatch.setattr(export, "exported", lambda *_: [][0])
+    with pytest.raises(IndexError):
+        run("export", "failed")
+    assert not Path("failed").exists()
 
 
 # ---------------------------------------------------------------------------------------------------- whole process

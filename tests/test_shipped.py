@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import subprocess
+import sys
+from importlib.util import find_spec
 from itertools import permutations, product
 from pathlib import Path
 
@@ -11,9 +14,11 @@ import numpy as np
 import pytest
 import torch
 
+from cascadeseg.cascade.export import LIBRARIES
 from cascadeseg.cascade.pipeline import Segmenter, _Clock
 from cascadeseg.cascade.plan import GPU_PROGRAM_MB
-from cascadeseg.formats import read_scan, write_labels, write_scan
+from cascadeseg.cli import main
+from cascadeseg.formats import read_labels, read_scan, write_labels, write_scan
 from cascadeseg.formats.scan import Scan
 from cascadeseg.geometry import Grid, canonical_view
 from cascadeseg.labels import LUNGS
@@ -105,6 +110,25 @@ def test_the_format_does_not_matter(patient, segmenter, upright, suffix, tmp_pat
     for lung in LUNGS:
         assert dice(back, canonical_view(upright, scan.grid), lung.value) > 0.99
     write_labels(labels, tmp_path / "mask.nii.gz", read)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(any(find_spec(name) is None for name in LIBRARIES), reason="ONNX is not installed")
+def test_the_networks_find_the_lungs_in_a_program_without_torch(patient, upright, tmp_path):
+    assert main(["export", str(tmp_path / "networks"), "--quiet"]) == 0
+    other = turned(patient[0], *ORDERS[22])
+    write_scan(other.voxels, other.grid, tmp_path / "scan.nii.gz")
+    script = Path(__file__).parents[1] / "scripts" / "onnx_infer.py"
+    code = f"import runpy, sys; runpy.run_path({str(script)!r}, run_name='__main__'); sys.exit('torch' in sys.modules)"
+    command = [sys.executable, "-c", code, "networks", "scan.nii.gz", "lungs.nii.gz"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("right lung ")
+    labels, grid = read_labels(tmp_path / "lungs.nii.gz")
+    assert np.allclose(grid.affine, other.grid.affine)
+    found = canonical_view(labels, grid)
+    for lung in LUNGS:
+        assert dice(found, upright, lung.value) > 0.99
 
 
 @pytest.mark.parametrize(
