@@ -166,7 +166,7 @@ def _add_infer(commands: Any) -> None:
         "--csv",
         type=_ends_in(".csv", "--csv", "the table's name", scans_before=True),
         metavar="FILE",
-        help="write a table of all scans, a row each: volumes, quality, verdict, errors",
+        help="write a table of all scans, a row each: volumes, density, verdict, errors",
     )
     there = parser.add_mutually_exclusive_group()
     there.add_argument("--force", action="store_true", help="overwrite results that are there")

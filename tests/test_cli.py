@@ -32,6 +32,7 @@ import cascadeseg
 from cascadeseg import batch, cli, terminal
 from cascadeseg.cascade import pipeline
 from cascadeseg.cascade.confidence import Signs
+from cascadeseg.cascade.density import Density
 from cascadeseg.cascade.pipeline import LungResult, Segmentation, Segmenter
 from cascadeseg.errors import DeviceError, ModelError, OutputError
 from cascadeseg.evaluation import tables
@@ -94,6 +95,7 @@ class ThresholdSegmenter:
                 touches=("superior",) if label.side == "left" else (),
                 regrown=0,
                 box_mm=((0.0, 0.0, 0.0), (1.0, 2.0, 3.0)),
+                density=Density(1.234, -930.0, 5.0, 30.0, 64.0, 5.0, 1.0, 340.567) if label.side == "right" else None,
             )
             for label in LUNGS
         )
@@ -354,6 +356,16 @@ def test_the_report_has_everything(tmp_path: Path) -> None:
         "volume_ml": 12.8,
         "height_mm": 100.0,
         "mean_hu": -800.0,
+        "density": {
+            "laa950_percent": 1.23,
+            "perc15_hu": -930.0,
+            "haa_percent": 5.0,
+            "hyperaerated_percent": 30.0,
+            "normally_aerated_percent": 64.0,
+            "poorly_aerated_percent": 5.0,
+            "not_aerated_percent": 1.0,
+            "mass_g": 340.57,
+        },
         "complete": True,
         "touches": [],
         "regrown": 0,
@@ -363,7 +375,7 @@ def test_the_report_has_everything(tmp_path: Path) -> None:
         "reasons": [],
         "signs": None,
     }
-    assert (left["complete"], left["touches"]) == (False, ["superior"])
+    assert (left["complete"], left["touches"], left["density"]) == (False, ["superior"], None)
     assert list(report["seconds"]) == ["read", "locate", "refine", "write", "preview"]
     assert report["seconds"]["read"] > 0, "the reading of the file, not of the scan in memory"
     assert report["total_seconds"] == pytest.approx(sum(report["seconds"].values()), abs=0.01)
@@ -678,7 +690,7 @@ def test_every_key_of_reports_and_tables_is_on_its_page(tmp_path: Path) -> None:
     assert run("infer", make_scan(tmp_path / "a.nii.gz"), "--report", "--csv", "all.csv") == 0
     report = json.loads(Path("a_lungs.json").read_text(encoding="utf-8"))
     parts = [report, *report["lungs"], report["scan"], report["outputs"], report["model"]]
-    parts += [lung["signs"] or {} for lung in report["lungs"]]
+    parts += [lung[part] or {} for lung in report["lungs"] for part in ("signs", "density")]
     keys = {key for part in parts for key in part} | {sign.name for sign in fields(Signs)}
     keys |= {*table(Path("all.csv"))[0], *(column.key for column in tables.COLUMNS)}
     page = (Path(cli.__file__).parents[1] / "docs" / "outputs.md").read_text(encoding="utf-8")
@@ -699,6 +711,7 @@ def test_the_table_of_a_batch(tmp_path: Path) -> None:
     good = rows["a.nii.gz"]
     assert good["mask"] == str(tmp_path / "a_lungs.nii.gz")
     assert float(good["right_volume_ml"]) == pytest.approx(8 * 10 * 8 * 0.02)
+    assert (good["right_laa950_percent"], good["right_mass_g"], good["left_mass_g"]) == ("1.23", "340.57", "")
     assert float(good["left_volume_ml"]) == pytest.approx(6 * 10 * 8 * 0.02)
     assert (good["verdict"], good["left_touches"], good["error"]) == ("ok", "superior", "")
     assert "failed with RuntimeError" in rows["fault.nii.gz"]["error"]

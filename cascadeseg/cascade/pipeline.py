@@ -25,6 +25,7 @@ from cascadeseg.cascade.confidence import (
     signs_of,
 )
 from cascadeseg.cascade.crop import crop_lungs, settle_sides
+from cascadeseg.cascade.density import Density, measured
 from cascadeseg.cascade.locate import LAYERS, Coarse, locate
 from cascadeseg.cascade.merge import Labels, box_on, merge
 from cascadeseg.cascade.plan import Plan, plan
@@ -65,6 +66,7 @@ class LungResult:
         quality: the Dice to expect of the mask; None without a mask, or for a model without calibration.
         reasons: why the mask should be looked at; none for one that can be trusted.
         signs: what quality and reasons follow from; None without a mask.
+        density: of what is inside the mask; None without one, and where a window cut off the HU of lungs.
     """
 
     label: Label
@@ -78,6 +80,7 @@ class LungResult:
     quality: float | None = None
     reasons: tuple[str, ...] = ()
     signs: Signs | None = None
+    density: Density | None = None
 
     @property
     def verdict(self) -> Verdict:
@@ -312,27 +315,20 @@ def _result(scan: Scan, labels: Labels, label: Label, refined: Refined | None, t
     crops = [refined.lung.grid.cropped(refined.lung.box)]
     if inner := bounding_box(mask):  # stage 2 sees up to a stride more than the box, and the lung may end there
         crops.append(grid.cropped(inner.shifted(box.start)))
+    mean_hu, density = measured(scan.canonical(), mask, box) if inner else (None, None)
     corners = np.concatenate([crop.world(list(product(*((-0.5, n - 0.5) for n in crop.shape)))) for crop in crops])
     return LungResult(
         label=label,
         volume_ml=float(np.count_nonzero(mask)) * grid.voxel_volume_ml,
         height_mm=inner.shape[2] * grid.spacing_mm[2] if inner else 0.0,
-        mean_hu=_mean_hu(scan.canonical(), mask, box),
+        mean_hu=mean_hu,
         touches=_touches(mask, box, grid.shape),
         regrown=refined.lung.regrown,
         cut=refined.cut,
         box_mm=(tuple(corners.min(axis=0).round(1)), tuple(corners.max(axis=0).round(1))),
         signs=signs_of(traces.seen, view, refined, traces.coarse),
+        density=density,
     )
-
-
-def _mean_hu(scan: Scan, mask: Mask, box: Box) -> float | None:
-    count = int(np.count_nonzero(mask))
-    if count == 0:
-        return None
-    stored = scan.voxels[box.slices]
-    layers = (scan.as_hu(stored[..., z][mask[..., z]]) for z in range(mask.shape[2]))
-    return sum(float(hu.sum(dtype=np.float64)) for hu in layers) / count
 
 
 def _touches(mask: Mask, box: Box, shape: tuple[int, ...]) -> tuple[str, ...]:

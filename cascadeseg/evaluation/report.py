@@ -8,12 +8,13 @@ import json
 import math
 import platform
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cascadeseg._version import __version__
+from cascadeseg.cascade.density import Density
 from cascadeseg.errors import OutputError
 from cascadeseg.formats.scan import DicomSeries, Scan
 from cascadeseg.geometry import Grid
@@ -24,11 +25,12 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 """Raised when a key changes its meaning or goes away; new keys may come at any time."""
+DENSITY = tuple(field.name for field in fields(Density))
 Row = dict[str, str | float | None]
 """A scan's values by column; what is unknown is missing or None."""
 COLUMNS = (
     "scan", "mask", "verdict", "quality",
-    *(f"{lung.side}_{value}" for lung in LUNGS for value in ("volume_ml", "mean_hu", "quality", "touches")),
+    *(f"{lung.side}_{value}" for lung in LUNGS for value in ("volume_ml", "mean_hu", *DENSITY, "quality", "touches")),
     "reasons", "warnings", "seconds", "peak_memory_mb", "error",
 )  # fmt: skip
 """Of the table of several scans."""
@@ -77,6 +79,7 @@ def result_row(scan: Path, mask: Path, result: Segmentation, seconds: Mapping[st
     for lung in result.lungs:
         values = _lung(lung)
         row |= {f"{lung.label.side}_{name}": values[name] for name in ("volume_ml", "mean_hu", "quality")}
+        row |= {f"{lung.label.side}_{name}": value for name, value in (values["density"] or {}).items()}
         row[f"{lung.label.side}_touches"] = " ".join(lung.touches)
     return row
 
@@ -160,6 +163,7 @@ def _lung(lung: LungResult) -> dict[str, Any]:
         "volume_ml": round(lung.volume_ml, 2),
         "height_mm": round(lung.height_mm, 1),
         "mean_hu": None if lung.mean_hu is None else round(lung.mean_hu, 1),
+        "density": {name: round(value, 2) for name, value in asdict(lung.density).items()} if lung.density else None,
         "complete": lung.complete,
         "touches": list(lung.touches),
         "regrown": lung.regrown,

@@ -1,0 +1,86 @@
+"""How dense a lung is: what densitometry reads off the HU in its mask, vessels and disease included.
+
+Of the HU as they are in the scan: nothing is corrected for noise, kernel, slice thickness, contrast or how deep the
+patient breathed in, all of which these numbers depend on (Mascalchi 2017, doi 10.21037/jtd.2017.08.17).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from cascadeseg.formats.scan import Scan
+from cascadeseg.geometry import Box, Mask
+
+LOWEST_HU, HIGHEST_HU = -1100, 400
+"""What lies beyond counts as these."""
+
+
+@dataclass(frozen=True)
+class Density:
+    """The density of one lung.
+
+    Attributes:
+        laa950_percent: low attenuation area, the share below -950 HU: emphysema where it is large (Gevenois 1995, doi
+            10.1164/ajrccm.152.2.7633722).
+        perc15_hu: HU that 15 % of the lung do not exceed (Parr 2006, doi 10.1136/thx.2005.054890).
+        haa_percent: high attenuation area, the share of -600 to -250 HU: ground glass, reticulation (Lederer 2009, doi
+            10.1164/rccm.200812-1966OC).
+        hyperaerated_percent: the share below -900 HU; this one and the next three are all of the lung (Gattinoni 2001,
+            doi 10.1164/ajrccm.164.9.2103121, who ends the last at 100 HU).
+        normally_aerated_percent: of -900 to -500 HU.
+        poorly_aerated_percent: of -500 to -100 HU.
+        not_aerated_percent: of -100 HU and more.
+        mass_g: of tissue, blood and fluid, where air weighs nothing and water 1 g/ml (Protti 2014, doi
+            10.1186/s40635-014-0031-0).
+    """
+
+    laa950_percent: float
+    perc15_hu: float
+    haa_percent: float
+    hyperaerated_percent: float
+    normally_aerated_percent: float
+    poorly_aerated_percent: float
+    not_aerated_percent: float
+    mass_g: float
+
+
+def measured(scan: Scan, mask: Mask, box: Box) -> tuple[float, Density | None]:
+    """The mean HU in a mask, and the density, which there is none of where a window cut off the HU of lungs.
+
+    Args:
+        scan: in the orientation of the box.
+        mask: (X, Y, Z) of the box; not empty.
+        box: of the scan.
+    """
+    stored = scan.voxels[box.slices]
+    counts, total = np.zeros(HIGHEST_HU - LOWEST_HU + 1, np.int64), 0.0
+    for z in range(mask.shape[2]):
+        hu = scan.as_hu(stored[..., z][mask[..., z]])
+        total += float(hu.sum(dtype=np.float64))
+        whole = np.rint(hu).clip(LOWEST_HU, HIGHEST_HU).astype(np.int64) - LOWEST_HU
+        counts += np.bincount(whole, minlength=len(counts))
+    mean_hu = total / float(counts.sum())
+    return mean_hu, None if scan.floor_hu is not None else density_of(counts, scan.grid.voxel_volume_ml)
+
+
+def density_of(counts: npt.NDArray[np.int64], voxel_volume_ml: float) -> Density:
+    """The density of a lung that has so many voxels of each whole number of HU, `LOWEST_HU` to `HIGHEST_HU`."""
+    hu, total = np.arange(LOWEST_HU, HIGHEST_HU + 1), counts.sum()
+
+    def percent(low: int, high: int) -> float:
+        """Of the lung, from ``low`` to below ``high``."""
+        return float(100 * counts[(hu >= low) & (hu < high)].sum() / total)
+
+    return Density(
+        laa950_percent=percent(LOWEST_HU, -950),
+        perc15_hu=float(hu[np.searchsorted(counts.cumsum(), 0.15 * total)]),
+        haa_percent=percent(-600, -249),
+        hyperaerated_percent=percent(LOWEST_HU, -900),
+        normally_aerated_percent=percent(-900, -500),
+        poorly_aerated_percent=percent(-500, -100),
+        not_aerated_percent=percent(-100, HIGHEST_HU + 1),
+        mass_g=float((counts * (1 + hu / 1000).clip(0)).sum() * voxel_volume_ml),
+    )
