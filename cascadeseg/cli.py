@@ -25,6 +25,7 @@ from cascadeseg.errors import CascadesegError, ConfigError, DeviceError, OutputE
 from cascadeseg.terminal import complain, in_one_line, progress_bar, say, survive_odd_terminals
 
 if TYPE_CHECKING:
+    from cascadeseg.cascade.plan import Plan
     from cascadeseg.evaluation.report import Row
     from cascadeseg.evaluation.tables import Case, Unscored
     from cascadeseg.formats import Scan
@@ -191,8 +192,11 @@ def _add_demo(commands: Any) -> None:
 
 
 def _add_check(commands: Any) -> None:
-    parser = _command(commands, _run_check, "Say what is in a scan, what is odd about it and what would be repaired.")
+    what = "Say what is in a scan, what is odd about it, what would be repaired, and what memory `infer` takes."
+    parser = _command(commands, _run_check, what)
     _add_scans(parser)
+    _add_model(parser)
+    _add_device(parser)
     _add_which(parser)
 
 
@@ -461,24 +465,29 @@ def _batch_result(failed: int, total: int, several: bool) -> int:
 
 
 def _run_check(options: argparse.Namespace) -> int:
+    _check_device(options.device)
+    batch.set_up_libraries()
     found, failures = _found(options.scans)
     failed, total = len(failures), len(found) + len(failures)
+    segmenter = batch.Loader(options.model, options.device)()
     for scan in found:
         try:
-            say(_examined(scan.scan, batch.read(scan.scan, options)))
+            read = batch.read(scan.scan, options)
+            say(_examined(scan.scan, read, segmenter.plan(read)))
         except Exception as error:
             failed += 1
             complain(in_one_line(error, scan.scan) or batch.own_fault(scan.scan, error))
     return _batch_result(failed, total, total > 1)
 
 
-def _examined(path: Path, scan: Scan) -> str:
-    """What the input doctor says about a scan."""
+def _examined(path: Path, scan: Scan, plan: Plan) -> str:
+    """What the input doctor says about a scan, and what it takes to segment it."""
     low, high = _hu_range(scan)
     lines = [
         f"{path}: usable{', but odd' if scan.warnings else ''}",
         f"  {batch.geometry(scan)}",
         f"  {scan.voxels.dtype.name} values, {low:,.0f} to {high:,.0f} HU",
+        f"  infer takes {plan}",
         *(f"  odd: {warning}" for warning in scan.warnings),
     ]
     return "\n".join(lines)

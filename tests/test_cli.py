@@ -48,7 +48,7 @@ OPTIONS = {
     "infer": "SCAN -o/--output --model --device --series --volume --format --report --preview --csv --force --resume"
     " --engine --max-memory --max-vram --jobs --quiet --verbose",
     "demo": "DIR --model --device --force --quiet --verbose",
-    "check": "SCAN --series --volume",
+    "check": "SCAN --model --device --series --volume",
     "evaluate": "PRED REF --json --csv --force",
     "synth": "OUT --count --seed --spacing --preset --quiet",
     "train": "--stage --data --config --preset --set --init -o/--output --resume --time-limit --device --devices"
@@ -1249,7 +1249,15 @@ def test_check_describes_a_scan(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert out.startswith(f"{scan}: usable")
     assert "24 x 20 x 16 voxels of 2 x 2 x 5 mm, RAS" in out
     assert "int16 values, -1,000 to 40 HU" in out
+    assert "infer takes at most 1,000 MB of memory" in out
     assert err == ""
+
+
+def test_check_of_another_model_or_device(refused: Refused) -> None:
+    scan = make_scan(Path("a.nii.gz"))
+    refused(["check", scan, "--model", "broken"], "broken: no readable model.json")
+    refused(["check", scan, "--device", "cuda:7"], "--device: cuda:7, but this machine has no cuda device")
+    refused(["check", scan, "--device", "gpu"], "--device: gpu; expected auto, cpu, cuda, cuda:N or mps")
 
 
 def test_check_refuses_what_infer_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
