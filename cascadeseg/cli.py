@@ -143,9 +143,9 @@ def _add_infer(commands: Any) -> None:
     _add_which(parser)
     add(
         "--format",
-        choices=("nii.gz", "mha", "nrrd", "dcm"),
-        help="of the mask; default: mha or nrrd for such a scan, else nii.gz; dcm: a DICOM segmentation, of a DICOM "
-        "series only",
+        choices=("nii.gz", "mha", "nrrd", "seg.nrrd", "dcm"),
+        help="of the mask; default: mha or nrrd for such a scan, else nii.gz; seg.nrrd: a segmentation of 3D Slicer; "
+        "dcm: a DICOM segmentation, of a DICOM series only",
     )
     add(
         "--report",

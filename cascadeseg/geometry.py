@@ -197,8 +197,8 @@ def canonical_view(array: npt.NDArray[np.generic], grid: Grid) -> npt.NDArray[np
     return array.transpose(order)[tuple(slice(None, None, -1) if flip else slice(None) for flip in flips)]
 
 
-def bounding_box(mask: Mask) -> Box | None:
-    """The smallest box around what is true of (X, Y, Z); None where nothing is.
+def bounding_box(mask: Mask | npt.NDArray[np.uint8]) -> Box | None:
+    """The smallest box around what is true of (X, Y, Z), or not 0; None where nothing is.
 
     Of a NumPy array, whose `any` is 15 times as fast on a processor as torch's.
     """

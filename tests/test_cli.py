@@ -394,6 +394,7 @@ def test_the_report_has_everything(tmp_path: Path) -> None:
         ("a.v2.nii.gz", [], "a.v2_lungs.nii.gz"),
         ("a.nii.gz", ["--format", "mha"], "a_lungs.mha"),
         ("a.nii.gz", ["--format", "nrrd", "-o", "out/"], "out/a_lungs.nrrd"),
+        ("a.nii.gz", ["--format", "seg.nrrd"], "a_lungs.seg.nrrd"),
         ("a.nii.gz", ["-o", "out"], "out/a_lungs.nii.gz"),
         ("a.nii.gz", ["-o", "m.nrrd"], "m.nrrd"),
         ("a.nii.gz", ["-o", "m.nii", "--force"], "m.nii"),
@@ -404,6 +405,15 @@ def test_where_the_mask_goes(tmp_path: Path, name: str, arguments: list[str], ex
     assert run("infer", scan, *arguments) == 0
     assert names(tmp_path) == sorted([name, expected])
     assert read_labels(tmp_path / expected)[1].shape == SHAPE
+
+
+def test_results_beside_a_slicer_segmentation_have_its_name(tmp_path: Path, refused: Refused) -> None:
+    scan = make_scan(tmp_path / "a.nii.gz")
+    assert run("infer", scan, "-o", "m.seg.nrrd", "--report", "--preview") == 0
+    assert names(tmp_path) == ["a.nii.gz", "m.json", "m.png", "m.seg.nrrd"]
+    assert b"Segment1_Name:=left lung\n" in Path("m.seg.nrrd").read_bytes()
+    refused.capsys.readouterr()
+    refused(["infer", scan, "-o", "n.seg.nrrd", "--format", "nrrd"], "--format nrrd: the output is to be n.seg.nrrd")
 
 
 def test_a_dicom_segmentation_of_a_dicom_series(tmp_path: Path) -> None:
@@ -468,8 +478,9 @@ def test_masks_in_the_folder_are_no_scans(tmp_path: Path) -> None:
     assert run("infer", tmp_path / "in") == 0
     assert run("infer", tmp_path / "in", "--force") == 0
     make_scan(tmp_path / "in" / "lungs.nii.gz")
+    (tmp_path / "in" / "a.seg.nrrd").touch()
     assert run("infer", tmp_path / "in", "--force") == 0
-    assert names(tmp_path / "in") == ["a.nii.gz", "a_lungs.nii.gz", "lungs.nii.gz"]
+    assert names(tmp_path / "in") == ["a.nii.gz", "a.seg.nrrd", "a_lungs.nii.gz", "lungs.nii.gz"]
 
 
 def test_scans_in_subfolders_are_told_and_found_by_their_folders(

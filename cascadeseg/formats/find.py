@@ -22,7 +22,7 @@ def find_scans(path: str | Path, passed_over: Callable[[Path], object] = lambda 
     - A folder with DICOM files directly in it is one scan, and so is a folder whose subfolders hold the DICOM
       series of one study: `read_scan` takes the largest CT series and names the others.
     - Any other folder is a directory of scans: the scan files directly in it, and one scan for every DICOM study
-      below it, through links too. Files whose names end as masks do (`names.MASK_ENDINGS`, so also our own
+      below it, through links too. Files that are masks by their names (`names.is_mask_name`, so also our own
       ``_lungs``) are passed over, and so are hidden ones and a DICOMDIR.
     - Scan files in subfolders are passed over: labels lie there as often (``labelsTr``, ``segmentations``), by whatever
       names. Who means them gives their folders.

@@ -17,11 +17,15 @@ import SimpleITK
 from cascadeseg.errors import ScanError
 from cascadeseg.formats import metaimage, nrrd, packed
 from cascadeseg.formats.memory import DEFLATE_LIMIT, refuse_oversized
+from cascadeseg.formats.names import SLICER_SUFFIX, suffix_of
 from cascadeseg.formats.placement import LPS_TO_RAS, checked_grid, checked_spacing, volume_shape
 from cascadeseg.formats.scan import Before, Scan, hollow, nothing
 from cascadeseg.geometry import Affine, Grid
 
-IMAGE_IO = {".mha": "MetaImageIO", ".mhd": "MetaImageIO", ".nrrd": "NrrdImageIO", ".nhdr": "NrrdImageIO"}
+IMAGE_IO = {
+    **dict.fromkeys((".mha", ".mhd"), "MetaImageIO"),
+    **dict.fromkeys((".nrrd", ".nhdr", SLICER_SUFFIX), "NrrdImageIO"),
+}
 DETACHED = (".mhd", ".nhdr")
 VOXEL_TYPES = {
     SimpleITK.sitkInt8: "i1",
@@ -134,6 +138,8 @@ def image_of(voxels: npt.NDArray[Any], geometry: ItkGeometry) -> Any:
 def write_itk(voxels: npt.NDArray[Any], geometry: ItkGeometry, path: Path) -> None:
     """Writes (X, Y, Z) voxels, compressed, as the path's suffix says; what goes wrong is a RuntimeError."""
     image = image_of(voxels, geometry)
+    for key, value in _pairs(voxels, path).items():
+        image.SetMetaData(key, value)
     written = path.with_suffix(path.suffix.lower())  # ITK knows no others
     SimpleITK.WriteImage(image, _file_name(written), useCompression=True, compressionLevel=COMPRESSION_LEVEL)
     written.replace(path)
@@ -141,10 +147,18 @@ def write_itk(voxels: npt.NDArray[Any], geometry: ItkGeometry, path: Path) -> No
 
 def holds(path: Path, voxels: npt.NDArray[Any], geometry: ItkGeometry) -> bool:
     """Whether a file, read back, is the volume that `write_itk` was given."""
-    image = SimpleITK.ReadImage(str(path), imageIO=IMAGE_IO[path.suffix.lower()])
+    image = SimpleITK.ReadImage(str(path), imageIO=IMAGE_IO[suffix_of(path)])
+    pairs = _pairs(voxels, path)
+    if {key: image.GetMetaData(key) for key in pairs if image.HasMetaDataKey(key)} != pairs:
+        return False
     same_place = np.allclose(ItkGeometry.of_image(image).affine, geometry.affine, rtol=1e-9, atol=1e-9)
     array = SimpleITK.GetArrayViewFromImage(image).transpose(2, 1, 0)
     return same_place and array.dtype == voxels.dtype and np.array_equal(array, voxels)
+
+
+def _pairs(voxels: npt.NDArray[Any], path: Path) -> dict[str, str]:
+    """What a file's header says beside its geometry: of a Slicer segmentation, what its labels are."""
+    return nrrd.segment_pairs(voxels) if suffix_of(path) == SLICER_SUFFIX else {}
 
 
 class _Held:
@@ -176,6 +190,9 @@ def _direction3(image: Any) -> tuple[float, ...]:
 
 
 def _check_kind(components: int, where: object) -> None:
+    if components != 1 and suffix_of(str(where)) == SLICER_SUFFIX:
+        found = f"{components} layers of segments"
+        raise ScanError(where, found, "one layer, in which no segments overlap", "export it from Slicer as a label map")
     if components != 1:
         found = f"{components} numbers per voxel (a colour, complex or vector image)"
         raise ScanError(where, found, "one number per voxel, in HU")

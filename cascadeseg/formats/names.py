@@ -5,11 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 NIFTI_SUFFIXES = (".nii.gz", ".nii")
-ITK_SUFFIXES = (".mha", ".mhd", ".nrrd", ".nhdr")
+SLICER_SUFFIX = ".seg.nrrd"
+"""Of a 3D Slicer segmentation, which is a NRRD whose header says what its labels are; always a mask."""
+
+ITK_SUFFIXES = (SLICER_SUFFIX, ".mha", ".mhd", ".nrrd", ".nhdr")
 """MetaImage and NRRD, each in one file, or with a header and the voxels in files of their own."""
 
-MASK_SUFFIXES = (*NIFTI_SUFFIXES, ".mha", ".mhd", ".nrrd")
-"""What `write_scan` can write, and `read_labels` read."""
+VOLUME_SUFFIXES = (*NIFTI_SUFFIXES, ".mha", ".mhd", ".nrrd")
+"""What `write_scan` can write."""
+
+MASK_SUFFIXES = (*VOLUME_SUFFIXES, SLICER_SUFFIX)
+"""What `read_labels` can read, and `write_labels` write of any scan."""
 
 SEGMENTATION_SUFFIX = ".dcm"
 """Of a DICOM segmentation, which `write_labels` makes of a DICOM series only."""
@@ -31,7 +37,7 @@ MASK_ENDINGS = ("_lungs", "_ref", "_mask", "_seg", "_label", "_labels")
 
 
 def suffix_of(path: str | Path) -> str:
-    """The suffix of a path in lower case, ``.nii.gz`` in one piece; what follows the last dot if unknown."""
+    """The suffix in lower case, ``.nii.gz`` and ``.seg.nrrd`` in one piece; what follows the last dot if unknown."""
     name = Path(path).name.lower()
     known = (suffix for suffix in SCAN_SUFFIXES if name.endswith(suffix))
     return next(known, Path(name).suffix)
@@ -51,5 +57,5 @@ def is_not_dicom(path: str | Path) -> bool:
 
 
 def is_mask_name(path: str | Path) -> bool:
-    """Whether a file is, by its name, a mask that lies beside its scan: ``a_lungs``, or just ``lungs``."""
-    return f"_{stem_of(path).lower()}".endswith(MASK_ENDINGS)
+    """Whether a file is, by its name, a mask that lies beside its scan: ``a_lungs``, ``lungs`` or ``a.seg.nrrd``."""
+    return suffix_of(path) == SLICER_SUFFIX or f"_{stem_of(path).lower()}".endswith(MASK_ENDINGS)

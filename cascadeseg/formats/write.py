@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from cascadeseg.atomic import staged
 from cascadeseg.errors import OutputError
-from cascadeseg.formats.names import LABEL_SUFFIXES, MASK_SUFFIXES, NIFTI_SUFFIXES, SEGMENTATION_SUFFIX, suffix_of
+from cascadeseg.formats.names import LABEL_SUFFIXES, NIFTI_SUFFIXES, SEGMENTATION_SUFFIX, VOLUME_SUFFIXES, suffix_of
 from cascadeseg.formats.scan import DicomSeries, Scan
 from cascadeseg.geometry import Grid
 
@@ -43,7 +43,8 @@ def write_labels(
 
     NIfTI from NIfTI has the forms, codes and units of the scan bit for bit; MHA and NRRD from MHA or NRRD the
     exact origin, spacing and direction; from one kind to the other they are made from the grid. A DICOM segmentation
-    (SEG) is of a DICOM series only and belongs to its study; the slices' headers are read again for it.
+    (SEG) is of a DICOM series only and belongs to its study; the slices' headers are read again for it. A NRRD named
+    ``.seg.nrrd`` is a segmentation of 3D Slicer, with names, colours and SNOMED CT codes of the lungs.
 
     Args:
         labels: (X, Y, Z) uint8, on ``scan.grid``.
@@ -64,8 +65,9 @@ def write_scan(voxels: npt.NDArray[Any], grid: Grid, path: str | Path) -> None:
     Raises:
         OutputError: it could not be written; nothing is left behind.
     """
-    if suffix_of(path) == SEGMENTATION_SUFFIX:
-        raise OutputError(path, "a scan as DICOM", f"one of {' '.join(MASK_SUFFIXES)}")
+    suffix = suffix_of(path)
+    if suffix in set(LABEL_SUFFIXES) - set(VOLUME_SUFFIXES):
+        raise OutputError(path, f"a scan as {suffix}", f"one of {' '.join(VOLUME_SUFFIXES)}")
     _write(voxels, grid, Path(path), None, is_labels=False, model={})
 
 

@@ -208,7 +208,7 @@ def test_refusals(tmp_path: Path) -> None:
     write_scan(ct_values(), oblique_grid(), tmp_path / "ct.nii.gz")
     with pytest.raises(OutputError, match=r"lungs\.dcm: a DICOM segmentation, and its scan is not DICOM; expected the"):
         write_labels(lung_labels(), tmp_path / "lungs.dcm", read_scan(tmp_path / "ct.nii.gz"))
-    with pytest.raises(OutputError, match=r"ct\.dcm: a scan as DICOM; expected one of \.nii\.gz"):
+    with pytest.raises(OutputError, match=r"ct\.dcm: a scan as \.dcm; expected one of \.nii\.gz"):
         write_scan(ct_values(), oblique_grid(), tmp_path / "ct.dcm")
     write_series(tmp_path / "ct", ct_values(), oblique_grid())
     scan = read_scan(tmp_path / "ct")

@@ -26,7 +26,7 @@ def test_a_file_is_itself(tmp_path: Path) -> None:
 
 
 def test_a_directory_of_scans_without_its_masks(tmp_path: Path) -> None:
-    made(tmp_path, "b.nii.gz", "a.mha", "C.NRRD", "d.zip", "a_lungs.nii.gz", "b_ref.nii.gz", "b_mask.mha")
+    made(tmp_path, "b.nii.gz", "a.mha", "C.NRRD", "d.zip", "a_lungs.nii.gz", "b_ref.nii.gz", "b.seg.nrrd")
     made(tmp_path, ".hidden.nii.gz", "notes.txt", "a.zraw", "segmentations/lung_left.nii.gz")
     assert [file.name for file in find_scans(tmp_path)] == ["C.NRRD", "a.mha", "b.nii.gz", "d.zip"]
 
@@ -89,6 +89,8 @@ def test_what_cannot_be_looked_into_is_listed_and_says_so(tmp_path: Path, monkey
         ("scan.nii", "scan", ".nii"),
         ("pair.hdr", "pair", ".hdr"),
         ("pair.IMG", "pair", ".img"),
+        ("scan.v2.Seg.NRRD", "scan.v2", ".seg.nrrd"),
+        ("scan.seg.nii.gz", "scan.seg", ".nii.gz"),
         ("Müller 1.mha", "Müller 1", ".mha"),
         ("1.2.840.113", "1.2.840.113", ".113"),
         ("folder", "folder", ""),

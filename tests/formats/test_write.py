@@ -49,7 +49,7 @@ def refusal(path: Path) -> str:
 
 
 def test_places_that_cannot_be_written(tmp_path: Path) -> None:
-    expected = ": unknown suffix '.png'; expected one of .nii.gz .nii .mha .mhd .nrrd .dcm"
+    expected = ": unknown suffix '.png'; expected one of .nii.gz .nii .mha .mhd .nrrd .seg.nrrd .dcm"
     assert refusal(tmp_path / "mask.png") == expected
     assert refusal(tmp_path / "mask").startswith(": a name without a suffix; expected one of")
     assert refusal(tmp_path / "none" / "mask.nii").startswith(f": the folder {tmp_path / 'none'} does not exist")
