@@ -1367,6 +1367,29 @@ def test_evaluate_pairs_names_that_end_as_channels_do_and_endings_in_capitals(
     assert [line.split()[0] for line in out.splitlines() if "right" in line] == ["c_0000", "c_0001", "c", "d"]
 
 
+def test_evaluate_takes_slicer_segmentations_of_our_labels(
+    tmp_path: Path, refused: Refused, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scan = make_scan(tmp_path / "ref" / "a.nii.gz")
+    mask, reference = Path("masks/a_lungs.seg.nrrd"), Path("ref/a.seg.nrrd")
+    run("infer", scan, "-o", "masks/", "--format", "seg.nrrd", "--quiet")
+    run("infer", scan, "-o", "plain/", "--quiet")
+    Path("plain/a_lungs.nii.gz").rename("plain/a.nii.gz")
+    reference.write_bytes(mask.read_bytes())
+    for predictions in ("masks", "plain"):
+        capsys.readouterr()
+        assert run("evaluate", predictions, "ref") == 0
+        out, err = capsys.readouterr()
+        assert (err, [line.split()[0] for line in out.splitlines() if "right" in line]) == ("", ["a"])
+    meaning = "expected 0 background, 1 right lung, 2 left lung"
+    for name, told in ((b"Lung, left", "Lung, left"), (b"both lungs, right and left", "both lungs, right and left")):
+        reference.write_bytes(mask.read_bytes().replace(b"_Name:=right lung", b"_Name:=" + name))
+        refused(["evaluate", mask, reference], f"ref/a.seg.nrrd: label 1 is its segment '{told}'; {meaning}")
+        refused(["evaluate", reference, mask], f"ref/a.seg.nrrd: label 1 is its segment '{told}'; {meaning}")
+    reference.write_bytes(mask.read_bytes().replace(b"_Name:=right lung", b"_Name:=Segment_1"))
+    assert run("evaluate", mask, reference) == 0
+
+
 def test_evaluate_hides_no_case_without_scores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run("infer", make_scan(tmp_path / "in" / "a.nii.gz"), "-o", tmp_path / "out", "--quiet")
     (tmp_path / "out" / "b_lungs.nii.gz").write_text("no mask", encoding="utf-8")

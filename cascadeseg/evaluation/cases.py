@@ -11,11 +11,14 @@ from cascadeseg.errors import ScanError
 from cascadeseg.evaluation.metrics import evaluate
 from cascadeseg.evaluation.tables import Case
 from cascadeseg.formats import MASK_SUFFIXES, read_labels, stem_of, suffix_of
-from cascadeseg.formats.names import MASK_ENDINGS, is_mask_name
+from cascadeseg.formats.names import MASK_ENDINGS, SLICER_SUFFIX, is_mask_name
+from cascadeseg.formats.nrrd import segment_names
 from cascadeseg.geometry import SAME_GRID_MM, canonical_view
 from cascadeseg.labels import BACKGROUND, IGNORE, LUNGS
 
 OUR_ENDING = "_lungs"
+MEANING = ", ".join(("0 background", *(f"{lung.value} {lung.title}" for lung in LUNGS)))
+"""Of the labels of a mask, for messages."""
 
 
 def pair(prediction: Path, reference: Path) -> tuple[list[tuple[Path, Path]], list[Path], list[Path]]:
@@ -83,9 +86,18 @@ def score(prediction: Path, reference: Path) -> Case:
     for path, labels, known in ((prediction, predicted, values), (reference, expected, [*values, IGNORE])):
         others = sorted(set(np.unique(labels).tolist()) - set(known))
         if others:
-            meaning = ", ".join(f"{lung.value} {lung.title}" for lung in LUNGS)
-            raise ScanError(path, f"label {others[0]}", f"0 background, {meaning}")
+            raise ScanError(path, f"label {others[0]}", MEANING)
+        _refuse_other_sides(path)
     return Case(case_name(reference), evaluate(predicted, expected, canonical.spacing_mm))
+
+
+def _refuse_other_sides(path: Path) -> None:
+    """Raises ScanError for a Slicer segmentation that calls a lung's label by the other side: others number freely."""
+    names = segment_names(path) if suffix_of(path) == SLICER_SUFFIX else {}
+    for lung, other in zip(LUNGS, reversed(LUNGS), strict=True):
+        name = names.get(lung.value, "")
+        if other.side in name.lower():
+            raise ScanError(path, f"label {lung.value} is its segment '{name}'", MEANING)
 
 
 def case_name(path: Path) -> str:

@@ -23,6 +23,7 @@ from cascadeseg.labels import ANATOMICAL_STRUCTURE, LUNG, LUNGS, Label
 HEADER_BYTES = 1 << 16
 NOT_TURNED = ("right-anterior-superior-time", "rast", "left-anterior-superior-time", "last")
 """Spaces that ITK takes for LPS, though it knows them without the time."""
+SEGMENT_PAIR = re.compile(rb"^Segment(\d+)_(Name|LabelValue):=(.*?)\r?$", re.MULTILINE)
 
 
 def checked_header(path: Path) -> tuple[Data | None, tuple[str, ...]]:
@@ -91,6 +92,14 @@ def _terminology(label: Label) -> str:
         "Anatomic codes - DICOM master list",
     )
     return "~".join((context, *codes, regions, "^^", "^^"))
+
+
+def segment_names(path: Path) -> dict[int, str]:
+    """What a Slicer segmentation calls its segments, by their values in the label map; empty for any other file."""
+    with path.open("rb") as file:
+        pairs = SEGMENT_PAIR.findall(file.read(HEADER_BYTES))
+    values = {number: int(value) for number, key, value in pairs if key == b"LabelValue" and value.isdigit()}
+    return {values[number]: os.fsdecode(name) for number, key, name in pairs if key == b"Name" and number in values}
 
 
 def _packed_data(path: Path, fields: dict[str, str], end: int) -> Data | None:
