@@ -165,7 +165,9 @@ def _within(scan: Scan, work: _Work, option: str, limit_gb: float | None) -> Pla
         ScanError: not even the smallest fit.
     """
     context, stride = 2 * work.refiner.stage.unet.context, work.refiner.stage.unet.stride
-    smallest, tile = LARGEST_LAYER * (context + stride), work.largest_tile
+    smallest = min(LARGEST_LAYER * (context + stride), LARGEST_LUNG)
+    mostly_context = work.largest_tile < 2 * LARGEST_LAYER * context  # then a whole lung is less work
+    tile = LARGEST_LUNG if mostly_context else work.largest_tile
     _refuse(scan, option, limit_gb, work.most_mb(smallest))
     while _exceeds(work.most_mb(tile), limit_gb) and tile > smallest:
         tile = max(smallest, tile - LARGEST_LAYER * stride)

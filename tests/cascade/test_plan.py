@@ -9,13 +9,13 @@ import torch
 
 from cascadeseg.cascade.crop import LungBox
 from cascadeseg.cascade.pipeline import Segmenter
-from cascadeseg.cascade.plan import PROGRAM_MB, SETTLING_MB, Plan
+from cascadeseg.cascade.plan import LARGEST_LAYER, LARGEST_LUNG, PROGRAM_MB, SETTLING_MB, Plan
 from cascadeseg.errors import ScanError
 from cascadeseg.formats import read_scan, write_scan
 from cascadeseg.formats.scan import Scan
 from cascadeseg.geometry import Box, Grid
 from cascadeseg.labels import LEFT_LUNG, RIGHT_LUNG
-from cascadeseg.network import UNet, UNetConfig, View, stage_of
+from cascadeseg.network import Model, UNet, UNetConfig, View, stage_of
 from tests.cascade.chest import chest, chest_grid, dice, tiny_model
 
 
@@ -43,9 +43,9 @@ def test_a_windowed_scan_needs_room_for_a_copy():
         segmenter.plan(replace(plain, floor_hu=-160.0))
 
 
-def on_a_gpu(max_vram_gb: float | None) -> Segmenter:
+def on_a_gpu(max_vram_gb: float | None, model: Model | None = None) -> Segmenter:
     """As a plan sees it, which never touches the device."""
-    segmenter = Segmenter(device="cpu", precision="bf16", engine="torch")
+    segmenter = Segmenter(model, device="cpu", precision="bf16", engine="torch")
     segmenter.max_vram_gb = max_vram_gb
     for engine in (segmenter.locator, segmenter.refiner):
         engine.device = torch.device("cuda")
@@ -151,6 +151,18 @@ def test_memory_that_runs_out_with_both_lungs_at_work_changes_neither(two_thread
     assert sum("ran out of memory" in warning for warning in result.warnings) == len(refused)
     assert enough.labels.any()
     assert np.mean(enough.labels != result.labels) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("levels", "blocks", "planned"),
+    [(3, 2, "a large lung in 3 tiles"), (4, 3, "each lung as a whole"), (5, 2, "each lung as a whole")],
+)
+def test_a_deep_refiner_gets_no_tiles_that_are_mostly_context(levels, blocks, planned):
+    deep = UNetConfig(2, 1, widths=(4,) * levels, block="bottleneck", blocks=blocks)
+    model = replace(tiny_model(), refiner=stage_of(View(1.0, prior=True), UNet(deep)))
+    plan = on_a_gpu(None, model).plan(long_scan(320))
+    assert plan.largest_tile >= min(LARGEST_LAYER * 4 * deep.context, LARGEST_LUNG)
+    assert planned in str(plan)
 
 
 def test_a_limit_is_kept_by_tiles(two_threads):
