@@ -154,6 +154,9 @@ class _Recorded:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
+    def __copy__(self) -> _Recorded:
+        return self  # of every scan
+
     def __call__(self, image: Image, *rest: Any, **named: Any) -> Tensor:
         self._shapes.append((self._engine.stage, tuple(image.shape)))
         return self._engine(image, *rest, **named)

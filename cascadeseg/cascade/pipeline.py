@@ -201,11 +201,10 @@ class Segmenter:
         with clock.step("read", 0.0):
             scan = _as_scan(scan, affine, before=self.plan)
         planned = self.plan(scan)
-        for engine in (self.locator, self.refiner):
-            engine.begin(planned.streamed)
-        self.refiner.largest_tile = planned.largest_tile
+        locator = self.locator.for_one_scan(planned.streamed)
+        refiner = self.refiner.for_one_scan(planned.streamed, planned.largest_tile)
         with torch.autocast(self.device.type, enabled=False):  # whatever is on around the call
-            labels, traces = self._segment(scan.canonical(), scan, clock, planned)
+            labels, traces = _segmented(scan, locator, refiner, planned, clock)
         with clock.step("measure", 0.97):
             results = _results(scan, labels, traces, Calibration.of(self.model))
         clock.progress("done", 1.0)
@@ -215,28 +214,33 @@ class Segmenter:
             lungs=results,
             seconds=clock.seconds,
             peak_memory_mb=peak_memory_mb(),
-            warnings=(*scan.warnings, *_concerns(results), *self.locator.notes, *self.refiner.notes),
+            warnings=(*scan.warnings, *_concerns(results), *locator.notes, *refiner.notes),
             device=str(self.device),
             precision=self.refiner.precision,
             model={"name": self.model.name, "version": self.model.version, "sha256": self.model.sha256},
         )
 
-    def _segment(self, canonical: Scan, scan: Scan, clock: _Clock, planned: Plan) -> tuple[Labels, _Traces]:
-        with clock.step("locate", 0.15):
-            seen = restored(canonical)
-            coarse = locate(seen, self.locator)
-            _refuse_giants(scan, coarse)
-        with clock.step("crop", 0.35):
-            coarse = settle_sides(coarse, seen)
-            boxes = crop_lungs(coarse)
-        with clock.step("refine", 0.4):
-            each: Each = side_by_side if planned.takes_both(self.refiner, boxes) else one_by_one
-            lungs = each(lambda box: refine(seen, box, coarse, self.refiner), boxes)
-        with clock.step("merge", 0.8):
-            labels = merge(lungs, scan.grid)
-        with clock.step("clean", 0.9):
-            clean(labels, [(lung.lung.label, box_on(lung, canonical.grid)) for lung in lungs], scan.grid, coarse)
-        return labels, _Traces(lungs, coarse, seen)
+
+def _segmented(
+    scan: Scan, locator: BoundedEngine, refiner: BoundedEngine, planned: Plan, clock: _Clock
+) -> tuple[Labels, _Traces]:
+    """The method itself."""
+    canonical = scan.canonical()
+    with clock.step("locate", 0.15):
+        seen = restored(canonical)
+        coarse = locate(seen, locator)
+        _refuse_giants(scan, coarse)
+    with clock.step("crop", 0.35):
+        coarse = settle_sides(coarse, seen)
+        boxes = crop_lungs(coarse)
+    with clock.step("refine", 0.4):
+        each: Each = side_by_side if planned.takes_both(refiner, boxes) else one_by_one
+        lungs = each(lambda box: refine(seen, box, coarse, refiner), boxes)
+    with clock.step("merge", 0.8):
+        labels = merge(lungs, scan.grid)
+    with clock.step("clean", 0.9):
+        clean(labels, [(lung.lung.label, box_on(lung, canonical.grid)) for lung in lungs], scan.grid, coarse)
+    return labels, _Traces(lungs, coarse, seen)
 
 
 def _refuse_giants(scan: Scan, coarse: Coarse) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from copy import copy
 from functools import partial
 from importlib.util import find_spec
-from typing import Literal, Protocol, get_args
+from typing import Literal, Protocol, Self, get_args
 
 import torch
 from torch import Tensor
@@ -118,8 +119,9 @@ class BoundedEngine:
 
     Where memory runs out all the same it goes on a few slices at a time, then with smaller tiles, then in half
     precision, then on the processor: only the image at hand is computed again. What it had to do stays in ``notes``.
-    It goes on so until the next scan begins: what one image had no memory for, the rest of its scan has not, either.
-    Device, precision and whatever a plan reckons with stay those of the engine that was chosen.
+    It goes on so to the end of the scan: what one image had no memory for, the rest of its scan has not, either. So
+    each scan has an engine of its own (`for_one_scan`), and two in two threads share the network alone. Device,
+    precision and whatever a plan reckons with stay those of the engine that was chosen.
     """
 
     def __init__(
@@ -138,10 +140,18 @@ class BoundedEngine:
         """Voxels, context included, that may go through the network at a time."""
         self.notes: list[str] = []
 
-    def begin(self, streamed: bool) -> None:
-        """Before each scan: the engine that was chosen, whose memory may be free again, and no notes."""
-        self._instead, self.notes = None, []
-        self.streamed = streamed
+    def for_one_scan(self, streamed: bool, largest_tile: float = float("inf")) -> Self:
+        """The same network for one scan: as a plan has it, the engine that was chosen, and no notes.
+
+        Args:
+            streamed: as in `Runner`.
+            largest_tile: as the attribute.
+        """
+        mine = copy(self)
+        mine._engine = copy(self._engine)  # which keeps whether it is streamed
+        mine._instead, mine.notes, mine.largest_tile = None, [], largest_tile
+        mine.streamed = streamed
+        return mine
 
     def __call__(self, image: Image, finish: Finish = unchanged) -> Tensor:
         """Logits of an image of any size: (C, X, Y, Z) float32 to (K, X, Y, Z) float32, or what ``finish`` makes."""

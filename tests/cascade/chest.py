@@ -63,8 +63,9 @@ class Thresholder:
     shareable: bool = False
     streamed: bool = True
 
-    def begin(self, streamed: bool) -> None:
+    def for_one_scan(self, streamed: bool, largest_tile: float = float("inf")) -> Thresholder:
         self.streamed = streamed
+        return self
 
     def __call__(self, image: Image, finish: Finish = unchanged) -> Tensor:
         self.shapes.append(tuple(image.shape))

@@ -246,11 +246,28 @@ def test_the_next_scan_begins_with_the_engine_that_was_chosen(precision):
         engine(image)
     assert engine.notes
     starved.longest, starved.seen = 100, []
-    engine.begin(streamed=False)
-    assert not engine.notes
-    assert not engine.streamed
-    assert engine(image).device == starved.device
+    following = engine.for_one_scan(streamed=False)
+    assert not following.notes
+    assert not following.streamed
+    assert following(image).device == starved.device
     assert starved.seen == [16]
+
+
+def test_scans_at_the_same_time_share_the_network_and_nothing_else():
+    engine = BoundedEngine(stage(), CPU, "fp32", "torch")
+    starved = Starved(100, torch.OutOfMemoryError("CUDA out of memory"))
+    starved.device, starved.streamed = torch.device("meta"), False
+    engine._engine = starved
+    large, small = engine.for_one_scan(streamed=False, largest_tile=1e9), engine.for_one_scan(streamed=False)
+    large(torch.randn(2, 8, 8, 256))
+    assert [len(one.notes) > 0 for one in (engine, large, small)] == [False, True, False]
+    assert [one.streamed for one in (engine, large, small)] == [False, True, False]
+    assert [one.largest_tile for one in (engine, large, small)] == [np.inf, 1e9, np.inf]
+
+
+def test_a_network_is_in_memory_once():
+    engine = BoundedEngine(stage(), CPU, "fp32", "torch")
+    assert engine.for_one_scan(streamed=True)._engine._network is engine._engine._network
 
 
 def test_openvino_by_name_where_it_cannot_be(monkeypatch):
