@@ -400,7 +400,10 @@ def _run_infer(options: argparse.Namespace) -> int:
         failed += bool(row.get("error"))
         if table is not None:
             table.add(row)
-    return _batch_result(failed, len(found) + len(failures), several)
+    result = _batch_result(failed, len(found) + len(failures), several)
+    if table is not None and table.unwritten is not None:
+        raise table.unwritten
+    return result
 
 
 def _rows(
@@ -419,7 +422,11 @@ def _rows(
 
 
 class _Table:
-    """The table of ``--csv``, whole on disk after every scan; with ``--resume`` the one that is there goes on."""
+    """The table of ``--csv``, whole on disk after every scan; with ``--resume`` the one that is there goes on.
+
+    Attributes:
+        unwritten: why what is on disk lacks rows; None where it does not. Another program may hold it for a while.
+    """
 
     def __init__(self, path: Path, options: argparse.Namespace) -> None:
         from cascadeseg.evaluation.report import read_table
@@ -432,6 +439,7 @@ class _Table:
         self.path = path
         rows = read_table(path) if options.resume and path.exists() else []
         self.rows = {followed(Path(str(row["scan"]))): row for row in rows}
+        self.unwritten: OutputError | None = None
 
     def scans_done(self) -> frozenset[Path]:
         return frozenset(scan for scan, row in self.rows.items() if not row["error"])
@@ -449,7 +457,15 @@ class _Table:
         from cascadeseg.outputs import followed
 
         self.rows[followed(Path(str(row["scan"])))] = row
-        replace_text(self.path, table_csv([row for row in self.rows.values() if row]))
+        try:
+            replace_text(self.path, table_csv([row for row in self.rows.values() if row]))
+        except OutputError as error:
+            if self.unwritten is None:
+                complain(f"{error}; the scans go on, and after each it is tried again")
+            remedy = "its last rows are missing; run again with --resume"
+            self.unwritten = OutputError(error.where, error.found, error.expected, remedy)
+        else:
+            self.unwritten = None
 
 
 def _batch_result(failed: int, total: int, several: bool) -> int:

@@ -29,7 +29,7 @@ import torch
 from PIL import Image
 
 import cascadeseg
-from cascadeseg import batch, cli, terminal
+from cascadeseg import atomic, batch, cli, terminal
 from cascadeseg.cascade import pipeline
 from cascadeseg.cascade.confidence import Signs
 from cascadeseg.cascade.density import Density
@@ -713,6 +713,37 @@ def table(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.parametrize("held", [("a",), ("a", "b", "z")])
+def test_a_table_that_another_program_holds_is_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], held: tuple[str, ...]
+) -> None:
+    scans = [make_scan(tmp_path / f"{name}.nii.gz") for name in ("a", "b", "z")]
+    write, tried = atomic.replace_text, []
+
+    def shared(path: Path, text: str) -> None:
+        last = text.splitlines()[-1].split(",")[0]
+        tried.append(Path(last).name[0])
+        if tried[-1] in held:
+            raise OutputError(path, "cannot be written (in use by another program)")
+        write(path, text)
+
+    monkeypatch.setattr(atomic, "replace_text", shared)
+    code = run("infer", *scans, "--csv", "t.csv")
+    told = [line for line in capsys.readouterr().err.splitlines() if "border of the scan" not in line]
+    first = "cascadeseg: t.csv: cannot be written (in use by another program)"
+    assert tried == ["a", "b", "z"]
+    assert all((tmp_path / f"{name}_lungs.nii.gz").exists() for name in "abz")
+    assert told[0] == f"{first}; the scans go on, and after each it is tried again"
+    if held == ("a",):
+        assert (code, len(told), len(table(Path("t.csv")))) == (0, 1, 3)
+        return
+    assert (code, told[1:]) == (2, [f"{first}; its last rows are missing; run again with --resume"])
+    assert not Path("t.csv").exists()
+    monkeypatch.setattr(atomic, "replace_text", write)
+    assert run("infer", *scans, "--csv", "t.csv", "--resume") == 0
+    assert len(table(Path("t.csv"))) == 3
+
+
 def test_the_table_of_a_batch(tmp_path: Path) -> None:
     scans = [make_scan(tmp_path / f"{name}.nii.gz") for name in ("a", "fault", "z")]
     arguments = ["infer", *scans, tmp_path / "none.nii.gz", "--csv", "all.csv"]
@@ -1206,7 +1237,7 @@ def test_ctrl_c_is_130_and_leaves_nothing(tmp_path: Path, refused: Refused) -> N
 def test_sigterm_is_as_ctrl_c_also_if_it_comes_twice(tmp_path: Path) -> None:
     make_scan(tmp_path / "a.nii.gz")
     code = """import os, signal
-from cascadeseg import batch, cli
+from cascadeseg import atomic, batch, cli
 def segment(*_):
     try:
         os.kill(os.getpid(), signal.SIGTERM)
