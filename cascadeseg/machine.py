@@ -19,8 +19,9 @@ def processors() -> int:
     """How many this process may use: those that it is bound to, as far as its control groups let it."""
     shares = []
     for group in _control_groups("cpu"):
-        share, _, of = _text(group / "cpu.max").partition(" ")  # microseconds of how many, or "max"; of version 2
-        if share.isdigit() and of.isdigit():
+        version_1 = (_text(group / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+        share, _, of = (_text(group / "cpu.max") or " ".join(version_1)).partition(" ")
+        if share.isdigit() and of.isdigit():  # microseconds of how many; "max" or -1 is no limit
             shares.append(ceil(int(share) / int(of)))
     return min([bound_processors(), *shares])
 
@@ -51,7 +52,7 @@ def _control_groups(controller: str) -> Iterator[Path]:
     """Where Linux keeps a controller's limits of the groups that this process is in, and of those that these are in."""
     for line in _text(OWN_GROUPS).splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers in ("", controller):  # of version 2, of version 1
+        if controllers == "" or controller in controllers.split(","):  # of version 2, of version 1
             group = Path(path.lstrip("/"))  # as seen from a container its own is the outermost
             yield from (CONTROL_GROUPS / controllers / part for part in (group, *group.parents))
 
