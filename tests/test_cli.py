@@ -32,12 +32,12 @@ import cascadeseg
 from cascadeseg import atomic, batch, cli, terminal
 from cascadeseg.cascade import pipeline
 from cascadeseg.cascade.confidence import Signs
-from cascadeseg.cascade.density import Density
+from cascadeseg.cascade.density import histogram
 from cascadeseg.cascade.pipeline import LungResult, Segmentation, Segmenter
 from cascadeseg.errors import DeviceError, ModelError, OutputError
 from cascadeseg.evaluation import tables
 from cascadeseg.formats import LABEL_SUFFIXES, MASK_SUFFIXES, Scan, read, read_labels, write_scan
-from cascadeseg.geometry import Grid, canonical_view
+from cascadeseg.geometry import Box, Grid, canonical_view
 from cascadeseg.labels import LUNGS
 from cascadeseg.outputs import check_folder
 from tests.formats.dicom_series import write_series
@@ -56,6 +56,18 @@ OPTIONS = {
     "export": "OUT --model --force --quiet",
 }
 """The command line as its users know it: a change here is a change for them, and belongs in the changelog."""
+
+OF_AIR = {
+    "laa950_percent": 100.0,
+    "perc15_hu": -1000.0,
+    "haa_percent": 0.0,
+    "hyperaerated_percent": 100.0,
+    "normally_aerated_percent": 0.0,
+    "poorly_aerated_percent": 0.0,
+    "not_aerated_percent": 0.0,
+    "mass_g": 0.0,
+}
+"""The density of a lung that is nothing but air."""
 
 
 class ThresholdSegmenter:
@@ -86,18 +98,18 @@ class ThresholdSegmenter:
         middle = lung.shape[0] // 2
         right_first[middle:][lung[middle:]] = 1
         right_first[:middle][lung[:middle]] = 2
+        whole = Box.whole(lung.shape)
         lungs = tuple(
             LungResult(
                 label=label,
-                volume_ml=float((labels == label.value).sum()) * scan.grid.voxel_volume_ml,
                 height_mm=100.0,
-                mean_hu=-800.04 if (labels == label.value).any() else None,
+                histogram=histogram(scan.canonical(), mask, whole) if mask.any() else None,
                 touches=("superior",) if label.side == "left" else (),
                 regrown=0,
                 box_mm=((0.0, 0.0, 0.0), (1.0, 2.0, 3.0)),
-                density=Density(1.234, -930.0, 5.0, 30.0, 64.0, 5.0, 1.0, 340.567) if label.side == "right" else None,
             )
             for label in LUNGS
+            for mask in [right_first == label.value]
         )
         return Segmentation(
             labels=labels,
@@ -334,7 +346,7 @@ def test_the_report_has_everything(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
     assert set(report) == {
         "schema", "versions", "scan", "model", "device", "precision", "lungs", "seconds", "total_seconds",
-        "peak_memory_mb", "warnings", "outputs", "verdict", "quality",
+        "peak_memory_mb", "warnings", "outputs", "verdict", "quality", "both_lungs",
     }  # fmt: skip
     assert report["schema"] == 1
     assert report["versions"]["cascadeseg"] == cascadeseg.__version__
@@ -355,17 +367,8 @@ def test_the_report_has_everything(tmp_path: Path) -> None:
         "snomed_ct": "3341006",
         "volume_ml": 12.8,
         "height_mm": 100.0,
-        "mean_hu": -800.0,
-        "density": {
-            "laa950_percent": 1.23,
-            "perc15_hu": -930.0,
-            "haa_percent": 5.0,
-            "hyperaerated_percent": 30.0,
-            "normally_aerated_percent": 64.0,
-            "poorly_aerated_percent": 5.0,
-            "not_aerated_percent": 1.0,
-            "mass_g": 340.57,
-        },
+        "mean_hu": -1000.0,
+        "density": OF_AIR,
         "complete": True,
         "touches": [],
         "regrown": 0,
@@ -375,7 +378,11 @@ def test_the_report_has_everything(tmp_path: Path) -> None:
         "reasons": [],
         "signs": None,
     }
-    assert (left["complete"], left["touches"], left["density"]) == (False, ["superior"], None)
+    assert (left["complete"], left["touches"]) == (False, ["superior"])
+    assert (left["volume_ml"], left["mean_hu"], left["density"]["laa950_percent"]) == (9.6, -800.0, 0.0)
+    both = report["both_lungs"]
+    assert (both["volume_ml"], both["mean_hu"]) == (22.4, -914.3)
+    assert (both["density"]["laa950_percent"], both["density"]["mass_g"]) == (57.14, 1.92)
     assert list(report["seconds"]) == ["read", "locate", "refine", "write", "preview"]
     assert report["seconds"]["read"] > 0, "the reading of the file, not of the scan in memory"
     assert report["total_seconds"] == pytest.approx(sum(report["seconds"].values()), abs=0.01)
@@ -700,7 +707,7 @@ def test_a_system_that_does_not_tell_its_memory_gets_its_report(
 def test_every_key_of_reports_and_tables_is_on_its_page(tmp_path: Path) -> None:
     assert run("infer", make_scan(tmp_path / "a.nii.gz"), "--report", "--csv", "all.csv") == 0
     report = json.loads(Path("a_lungs.json").read_text(encoding="utf-8"))
-    parts = [report, *report["lungs"], report["scan"], report["outputs"], report["model"]]
+    parts = [report, report["both_lungs"], *report["lungs"], report["scan"], report["outputs"], report["model"]]
     parts += [lung[part] or {} for lung in report["lungs"] for part in ("signs", "density")]
     keys = {key for part in parts for key in part} | {sign.name for sign in fields(Signs)}
     keys |= {*table(Path("all.csv"))[0], *(column.key for column in tables.COLUMNS)}
@@ -753,7 +760,8 @@ def test_the_table_of_a_batch(tmp_path: Path) -> None:
     good = rows["a.nii.gz"]
     assert good["mask"] == str(tmp_path / "a_lungs.nii.gz")
     assert float(good["right_volume_ml"]) == pytest.approx(8 * 10 * 8 * 0.02)
-    assert (good["right_laa950_percent"], good["right_mass_g"], good["left_mass_g"]) == ("1.23", "340.57", "")
+    assert [good[f"{side}_laa950_percent"] for side in ("both", "right", "left")] == ["57.14", "100.0", "0.0"]
+    assert float(good["both_volume_ml"]) == float(good["right_volume_ml"]) + float(good["left_volume_ml"])
     assert float(good["left_volume_ml"]) == pytest.approx(6 * 10 * 8 * 0.02)
     assert (good["verdict"], good["left_touches"], good["error"]) == ("ok", "superior", "")
     assert "failed with RuntimeError" in rows["fault.nii.gz"]["error"]

@@ -6,7 +6,8 @@ patient breathed in, all of which these numbers depend on (Mascalchi 2017, doi 1
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +21,7 @@ LOWEST_HU, HIGHEST_HU = -1100, 400
 
 @dataclass(frozen=True)
 class Density:
-    """The density of one lung.
+    """The density of one lung, or of both.
 
     Attributes:
         laa950_percent: low attenuation area, the share below -950 HU: emphysema where it is large (Gevenois 1995, doi
@@ -47,8 +48,34 @@ class Density:
     mass_g: float
 
 
-def measured(scan: Scan, mask: Mask, box: Box) -> tuple[float, Density | None]:
-    """The mean HU in a mask, and the density, which there is none of where a window cut off the HU of lungs.
+@dataclass(frozen=True, eq=False)
+class Histogram:
+    """The HU in a mask, of one lung or of both.
+
+    Attributes:
+        counts: how many voxels have each whole number of HU, from `LOWEST_HU` to `HIGHEST_HU`; not all of them 0.
+        mean_hu: the mean HU.
+        voxel_volume_ml: of a voxel.
+        cut_off: whether a window cut off the HU of lungs, so that they are not known.
+    """
+
+    counts: npt.NDArray[np.int64]
+    mean_hu: float
+    voxel_volume_ml: float
+    cut_off: bool = False
+
+    @property
+    def volume_ml(self) -> float:
+        return float(self.counts.sum()) * self.voxel_volume_ml
+
+    @property
+    def density(self) -> Density | None:
+        """None where a window cut off the HU of lungs."""
+        return None if self.cut_off else _density(self.counts, self.voxel_volume_ml)
+
+
+def histogram(scan: Scan, mask: Mask, box: Box) -> Histogram:
+    """The HU in a mask.
 
     Args:
         scan: in the orientation of the box.
@@ -62,12 +89,20 @@ def measured(scan: Scan, mask: Mask, box: Box) -> tuple[float, Density | None]:
         total += float(hu.sum(dtype=np.float64))
         whole = np.rint(hu).clip(LOWEST_HU, HIGHEST_HU).astype(np.int64) - LOWEST_HU
         counts += np.bincount(whole, minlength=len(counts))
-    mean_hu = total / float(counts.sum())
-    return mean_hu, None if scan.floor_hu is not None else density_of(counts, scan.grid.voxel_volume_ml)
+    return Histogram(counts, total / float(counts.sum()), scan.grid.voxel_volume_ml, scan.floor_hu is not None)
 
 
-def density_of(counts: npt.NDArray[np.int64], voxel_volume_ml: float) -> Density:
-    """The density of a lung that has so many voxels of each whole number of HU, `LOWEST_HU` to `HIGHEST_HU`."""
+def together(histograms: Iterable[Histogram | None]) -> Histogram | None:
+    """The histogram of both lungs of one scan, of the one that is there, or None."""
+    there = [one for one in histograms if one]
+    if not there:
+        return None
+    counts = np.sum([one.counts for one in there], axis=0)
+    mean_hu = float(np.average([one.mean_hu for one in there], weights=[one.counts.sum() for one in there]))
+    return replace(there[0], counts=counts, mean_hu=mean_hu)
+
+
+def _density(counts: npt.NDArray[np.int64], voxel_volume_ml: float) -> Density:
     hu, total = np.arange(LOWEST_HU, HIGHEST_HU + 1), counts.sum()
 
     def percent(low: int, high: int) -> float:

@@ -25,7 +25,7 @@ from cascadeseg.cascade.confidence import (
     signs_of,
 )
 from cascadeseg.cascade.crop import crop_lungs, settle_sides
-from cascadeseg.cascade.density import Density, measured
+from cascadeseg.cascade.density import Density, Histogram, histogram, together
 from cascadeseg.cascade.locate import LAYERS, Coarse, locate
 from cascadeseg.cascade.merge import Labels, box_on, merge
 from cascadeseg.cascade.plan import Plan, plan
@@ -55,9 +55,8 @@ class LungResult:
 
     Attributes:
         label: which lung.
-        volume_ml: what of it is in the scan; 0 where there is none.
         height_mm: from its lowest slice to its highest.
-        mean_hu: mean HU inside the mask, None where there is none.
+        histogram: of the HU inside the mask; None where there is none.
         touches: faces of the scan that the lung touches (``"superior"``, ...): there it may go on outside.
         regrown: how many times its box had to grow.
         box_mm: the extent of its crop, the mask in it, in RAS+ mm, ((x, y, z) low, (x, y, z) high); None where stage 1
@@ -66,13 +65,11 @@ class LungResult:
         quality: the Dice to expect of the mask; None without a mask, or for a model without calibration.
         reasons: why the mask should be looked at; none for one that can be trusted.
         signs: what quality and reasons follow from; None without a mask.
-        density: of what is inside the mask; None without one, and where a window cut off the HU of lungs.
     """
 
     label: Label
-    volume_ml: float
     height_mm: float
-    mean_hu: float | None
+    histogram: Histogram | None
     touches: tuple[str, ...]
     regrown: int
     box_mm: tuple[tuple[float, ...], tuple[float, ...]] | None
@@ -80,7 +77,21 @@ class LungResult:
     quality: float | None = None
     reasons: tuple[str, ...] = ()
     signs: Signs | None = None
-    density: Density | None = None
+
+    @property
+    def volume_ml(self) -> float:
+        """What of it is in the scan; 0 where there is none."""
+        return self.histogram.volume_ml if self.histogram else 0.0
+
+    @property
+    def mean_hu(self) -> float | None:
+        """The mean HU inside the mask; None where there is none."""
+        return self.histogram.mean_hu if self.histogram else None
+
+    @property
+    def density(self) -> Density | None:
+        """Of what is inside the mask; None without one, and where a window cut off the HU of lungs."""
+        return self.histogram.density if self.histogram else None
 
     @property
     def verdict(self) -> Verdict:
@@ -117,6 +128,11 @@ class Segmentation:
     device: str
     precision: str
     model: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def histogram(self) -> Histogram | None:
+        """Of the HU in both lungs; None where neither was found."""
+        return together(lung.histogram for lung in self.lungs)
 
     @property
     def quality(self) -> float | None:
@@ -311,7 +327,7 @@ def _results(scan: Scan, labels: Labels, traces: _Traces, calibration: Calibrati
 
 def _result(scan: Scan, labels: Labels, label: Label, refined: Refined | None, traces: _Traces) -> LungResult:
     if refined is None:
-        return LungResult(label, 0.0, 0.0, None, (), 0, None)
+        return LungResult(label, 0.0, None, (), 0, None)
     grid = scan.grid.canonical()
     box = box_on(refined, grid)
     view = canonical_view(labels, scan.grid)
@@ -319,19 +335,16 @@ def _result(scan: Scan, labels: Labels, label: Label, refined: Refined | None, t
     crops = [refined.lung.grid.cropped(refined.lung.box)]
     if inner := bounding_box(mask):  # stage 2 sees up to a stride more than the box, and the lung may end there
         crops.append(grid.cropped(inner.shifted(box.start)))
-    mean_hu, density = measured(scan.canonical(), mask, box) if inner else (None, None)
     corners = np.concatenate([crop.world(list(product(*((-0.5, n - 0.5) for n in crop.shape)))) for crop in crops])
     return LungResult(
         label=label,
-        volume_ml=float(np.count_nonzero(mask)) * grid.voxel_volume_ml,
         height_mm=inner.shape[2] * grid.spacing_mm[2] if inner else 0.0,
-        mean_hu=mean_hu,
+        histogram=histogram(scan.canonical(), mask, box) if inner else None,
         touches=_touches(mask, box, grid.shape),
         regrown=refined.lung.regrown,
         cut=refined.cut,
         box_mm=(tuple(corners.min(axis=0).round(1)), tuple(corners.max(axis=0).round(1))),
         signs=signs_of(traces.seen, view, refined, traces.coarse),
-        density=density,
     )
 
 

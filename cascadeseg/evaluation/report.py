@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cascadeseg._version import __version__
-from cascadeseg.cascade.density import Density
+from cascadeseg.cascade.density import Density, Histogram
 from cascadeseg.errors import OutputError
 from cascadeseg.formats.scan import DicomSeries, Scan
 from cascadeseg.geometry import Grid
@@ -25,12 +25,14 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 """Raised when a key changes its meaning or goes away; new keys may come at any time."""
-DENSITY = tuple(field.name for field in fields(Density))
+CONTENT = ("volume_ml", "mean_hu", *(field.name for field in fields(Density)))
+"""What the table tells of the inside of a lung, and of both."""
 Row = dict[str, str | float | None]
 """A scan's values by column; what is unknown is missing or None."""
 COLUMNS = (
     "scan", "mask", "verdict", "quality",
-    *(f"{lung.side}_{value}" for lung in LUNGS for value in ("volume_ml", "mean_hu", *DENSITY, "quality", "touches")),
+    *(f"both_{value}" for value in CONTENT),
+    *(f"{lung.side}_{value}" for lung in LUNGS for value in (*CONTENT, "quality", "touches")),
     "reasons", "warnings", "seconds", "peak_memory_mb", "error",
 )  # fmt: skip
 """Of the table of several scans."""
@@ -54,6 +56,7 @@ def report_json(result: Segmentation, outputs: Mapping[str, Path], seconds: Mapp
         "precision": result.precision,
         "verdict": result.verdict,
         "quality": _rounded(result.quality),
+        "both_lungs": _content(result.histogram),
         "lungs": [_lung(lung) for lung in result.lungs],
         "seconds": {step: round(value, 3) for step, value in seconds.items()},
         "total_seconds": round(sum(seconds.values()), 3),
@@ -76,11 +79,16 @@ def result_row(scan: Path, mask: Path, result: Segmentation, seconds: Mapping[st
         "seconds": round(sum(seconds.values()), 3),
         "peak_memory_mb": _memory(result),
     }
+    inside = {"both": result.histogram} | {lung.label.side: lung.histogram for lung in result.lungs}
+    for side, histogram in inside.items():
+        values = _content(histogram)
+        values |= values.pop("density") or {}
+        row |= {f"{side}_{name}": value for name, value in values.items()}
     for lung in result.lungs:
-        values = _lung(lung)
-        row |= {f"{lung.label.side}_{name}": values[name] for name in ("volume_ml", "mean_hu", "quality")}
-        row |= {f"{lung.label.side}_{name}": value for name, value in (values["density"] or {}).items()}
-        row[f"{lung.label.side}_touches"] = " ".join(lung.touches)
+        row |= {
+            f"{lung.label.side}_quality": _rounded(lung.quality),
+            f"{lung.label.side}_touches": " ".join(lung.touches),
+        }
     return row
 
 
@@ -160,10 +168,8 @@ def _lung(lung: LungResult) -> dict[str, Any]:
         "value": lung.label.value,
         "side": lung.label.side,
         "snomed_ct": lung.label.snomed,
-        "volume_ml": round(lung.volume_ml, 2),
         "height_mm": round(lung.height_mm, 1),
-        "mean_hu": None if lung.mean_hu is None else round(lung.mean_hu, 1),
-        "density": {name: round(value, 2) for name, value in asdict(lung.density).items()} if lung.density else None,
+        **_content(lung.histogram),
         "complete": lung.complete,
         "touches": list(lung.touches),
         "regrown": lung.regrown,
@@ -172,6 +178,18 @@ def _lung(lung: LungResult) -> dict[str, Any]:
         "quality": _rounded(lung.quality),
         "reasons": list(lung.reasons),
         "signs": {name: _rounded(value) for name, value in asdict(lung.signs).items()} if lung.signs else None,
+    }
+
+
+def _content(histogram: Histogram | None) -> dict[str, Any]:
+    """What is inside a lung, or both."""
+    if histogram is None:
+        return {"volume_ml": 0.0, "mean_hu": None, "density": None}
+    density = asdict(histogram.density) if histogram.density else None
+    return {
+        "volume_ml": round(histogram.volume_ml, 2),
+        "mean_hu": round(histogram.mean_hu, 1),
+        "density": density and {name: round(value, 2) for name, value in density.items()},
     }
 
 
