@@ -4,8 +4,9 @@
 
 SCANS holds NAME.nii.gz and NAME_ref.nii.gz (1 right lung, 2 left lung, 255 ignored); a scan without a reference is
 segmented and its volumes are listed. OUT gets masks, previews, scores.json and scores.md, and errors.md: what kind of
-tissue the masks hold, or leave out, further than 2 mm from the reference's surface, and where the surfaces lie that are
-further than that from the other's. The scans are for validation only: nothing is ever trained on them.
+tissue the masks hold, or leave out, further than 2 mm from the reference's surface, where the surfaces lie that are
+further than that from the other's, and each lung's density in the mask and in the reference. The scans are for
+validation only: nothing is ever trained on them.
 """
 
 from __future__ import annotations
@@ -13,26 +14,29 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import numpy as np
 import SimpleITK
 
 from cascadeseg import Segmenter, write_labels
+from cascadeseg.cascade.density import histogram
 from cascadeseg.errors import ScanError
 from cascadeseg.evaluation.metrics import LungScores, evaluate
 from cascadeseg.evaluation.preview import preview_png
 from cascadeseg.formats import read_labels
 from cascadeseg.formats.scan import Scan
-from cascadeseg.geometry import SAME_GRID_MM, bounding_box, canonical_view
+from cascadeseg.geometry import SAME_GRID_MM, Box, bounding_box, canonical_view
 from cascadeseg.labels import IGNORE, LUNGS
 
 TISSUES = {"gas": -500.0, "gas and tissue": -130.0, "fat": -50.0, "soft tissue": 130.0, "denser": np.inf}
 """The highest HU of each, as the median of 3 x 3 x 3 voxels."""
 FAR_MM = 2.0
+BOTH = "mask", "reference"
 COLUMNS = {"dice": "Dice", "nsd_1mm": "NSD 1 mm", "nsd_2mm": "NSD 2 mm", "hd95_mm": "HD95 mm"}
 
 
@@ -88,6 +92,7 @@ def score(segmenter: Segmenter, path: Path, output: Path) -> dict[str, Any]:
         case["lungs"] = [plain(lung) for lung in evaluate(result.labels, labels, grid.spacing_mm)]
         case["errors_ml"] = errors_ml(result.scan, result.labels, labels)
         case["far_surface_percent"] = far_surfaces(result.scan, result.labels, labels)
+        case["density"] = densities(result.scan, result.labels, labels)
     return case
 
 
@@ -120,6 +125,21 @@ def far_surfaces(scan: Scan, labels: np.ndarray, reference: np.ndarray) -> dict[
         far = canonical_view(far, scan.grid)
         shares[name] = {place: float(100 * np.count_nonzero(far & here) / count) for place, here in where.items()}
     return shares
+
+
+def densities(scan: Scan, labels: np.ndarray, reference: np.ndarray) -> dict[str, dict[str, float]]:
+    """Of each lung that both have, in the mask and in the reference, without what counts for neither side."""
+    found: dict[str, dict[str, float]] = {}
+    canonical = scan.canonical()
+    for lung in LUNGS:
+        masks = [(of == lung.value) & (reference != IGNORE) for of in (labels, reference)]
+        if not all(mask.any() for mask in masks):
+            continue
+        for name, mask in zip(BOTH, masks, strict=True):
+            whole = Box.whole(canonical.grid.shape)
+            density = histogram(canonical, canonical_view(mask, scan.grid).astype(bool), whole).density
+            found |= {f"{lung.title}, {name}": asdict(density)} if density else {}
+    return found
 
 
 def places(lungs: np.ndarray) -> dict[str, np.ndarray]:
@@ -159,10 +179,27 @@ def distance_mm(mask: np.ndarray, spacing_mm: Sequence[float]) -> np.ndarray:
 
 
 def errors_as_markdown(cases: list[dict[str, Any]]) -> str:
-    """A row a scan and direction: ml by tissue, and shares of the surfaces by place."""
+    """A row a scan and direction: ml by tissue, shares of the surfaces by place, and densities."""
     lines = table_of("errors_ml", f"ml beyond {FAR_MM:g} mm", cases)
     lines += ["", *table_of("far_surface_percent", f"% of both surfaces, further than {FAR_MM:g} mm apart", cases)]
+    lines += ["", *table_of("density", "density", cases), *differences(cases)]
     return "\n".join(lines) + "\n"
+
+
+def differences(cases: list[dict[str, Any]]) -> list[str]:
+    """Two rows: how far densities in masks are from those in references."""
+    rows = [case["density"] for case in cases if "density" in case]
+    pairs = [
+        [of[f"{lung.title}, {name}"] for name in BOTH] for of in rows for lung in LUNGS if f"{lung.title}, mask" in of
+    ]
+    if not pairs:
+        return []
+    apart = {key: [abs(mask[key] - reference[key]) for mask, reference in pairs] for key in pairs[0][0]}
+    summaries: dict[str, Callable[[list[float]], float]] = {"mean": mean, "largest": max}
+    return [
+        f"| **all** | {name} difference | {' | '.join(f'{summary(values):.1f}' for values in apart.values())} |"
+        for name, summary in summaries.items()
+    ]
 
 
 def table_of(key: str, title: str, cases: list[dict[str, Any]]) -> list[str]:
