@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from cascadeseg import batch
 from cascadeseg._version import __version__
-from cascadeseg.errors import CascadesegError, ConfigError, DeviceError, OutputError, ScanError
+from cascadeseg.errors import CascadesegError, ConfigError, DeviceError, ModelError, OutputError, ScanError
 from cascadeseg.terminal import complain, in_one_line, progress_bar, say, survive_odd_terminals
 
 if TYPE_CHECKING:
@@ -394,7 +394,7 @@ def _run_infer(options: argparse.Namespace) -> int:
     if (done := len(found) - len(jobs) - len(refused)) and not options.quiet:
         say(f"{done} of {len(found)} scans are done already")
     if table is not None:
-        table.expect([*(Path(failure.where) for failure in failures), *(scan.scan for scan in found)])
+        table.begin([*(Path(failure.where) for failure in failures), *(scan.scan for scan in found)])
     failed = 0
     for row in _rows(failures, refused, jobs, options):
         failed += bool(row.get("error"))
@@ -402,7 +402,8 @@ def _run_infer(options: argparse.Namespace) -> int:
             table.add(row)
     result = _batch_result(failed, len(found) + len(failures), several)
     if table is not None and table.unwritten is not None:
-        raise table.unwritten
+        complain(str(table.unwritten))
+        return result or MISTAKE
     return result
 
 
@@ -439,15 +440,27 @@ class _Table:
         self.path = path
         rows = read_table(path) if options.resume and path.exists() else []
         self.rows = {followed(Path(str(row["scan"]))): row for row in rows}
+        self.anew = not options.resume
         self.unwritten: OutputError | None = None
 
     def scans_done(self) -> frozenset[Path]:
         return frozenset(scan for scan, row in self.rows.items() if not row["error"])
 
-    def expect(self, scans: Iterable[Path]) -> None:
-        """Rows to come have the order of these scans, in whatever order several processes are done with them."""
+    def begin(self, scans: Iterable[Path]) -> None:
+        """Rows to come have the order of these scans, in whatever order several processes are done with them.
+
+        Those of an earlier run go, unless this one resumes it: they would speak of masks that are replaced.
+
+        Raises:
+            OutputError: they cannot.
+        """
         from cascadeseg.outputs import followed
 
+        if self.anew and self.path.exists():
+            try:
+                self.path.unlink()
+            except OSError as problem:
+                raise OutputError(self.path, f"cannot be replaced ({problem.strerror})") from problem
         for scan in scans:
             self.rows.setdefault(followed(scan), {})
 
@@ -462,7 +475,7 @@ class _Table:
         except OutputError as error:
             if self.unwritten is None:
                 complain(f"{error}; the scans go on, and after each it is tried again")
-            remedy = "its last rows are missing; run again with --resume"
+            remedy = "rows are missing in it; run again with --resume"
             self.unwritten = OutputError(error.where, error.found, error.expected, remedy)
         else:
             self.unwritten = None
@@ -485,11 +498,13 @@ def _run_check(options: argparse.Namespace) -> int:
     batch.set_up_libraries()
     found, failures = _found(options.scans)
     failed, total = len(failures), len(found) + len(failures)
-    segmenter = batch.Loader(options.model, options.device)()
+    load = batch.Loader(options.model, options.device)
     for scan in found:
         try:
             read = batch.read(scan.scan, options)
-            say(_examined(scan.scan, read, segmenter.plan(read)))
+            say(_examined(scan.scan, read, load().plan(read)))
+        except (DeviceError, ModelError):  # of no scan
+            raise
         except Exception as error:
             failed += 1
             complain(in_one_line(error, scan.scan) or batch.own_fault(scan.scan, error))
@@ -758,16 +773,19 @@ def _run_demo(options: argparse.Namespace) -> int:
 
 
 def _run_export(options: argparse.Namespace) -> int:
-    from cascadeseg.outputs import check_folder, make_folder
+    from cascadeseg.outputs import check_folder, check_place, make_folder
 
     folder = Path(options.output)
     batch.set_up_libraries()
-    from cascadeseg.cascade.export import DESCRIPTION, exported, write_export
+    from cascadeseg.cascade.export import DESCRIPTION, FILES, exported, write_export
     from cascadeseg.network import load_model
 
     check_folder(folder)
-    if (folder / DESCRIPTION).exists() and not options.force:
-        raise OutputError(folder / DESCRIPTION, "exists", remedy="overwrite with --force, or choose another folder")
+    places = [folder / name for name in FILES]
+    if (there := [place for place in places if place.exists()]) and not options.force:
+        raise OutputError(there[0], "exists", remedy="overwrite with --force, or choose another folder")
+    for place in places if folder.is_dir() else ():
+        check_place(place)
     model = load_model(options.model)
     with progress_bar("exporting", options.quiet) as progress:
         exports = exported(model, progress)
@@ -775,7 +793,7 @@ def _run_export(options: argparse.Namespace) -> int:
     write_export(exports, model, folder)
     if not options.quiet:
         for one in exports:
-            say(f"{folder / one.file}: {len(one.content) / 1e6:.1f} MB, as torch to {one.largest_difference:.1g}")
+            say(f"{folder / one.file}: {len(one.content) / 1e6:.3g} MB, as torch to {one.largest_difference:.1g}")
         say(f"{folder / DESCRIPTION}: what a program has to know of them")
     return DONE
 

@@ -54,7 +54,8 @@ def _control_groups(controller: str) -> Iterator[Path]:
         _, controllers, path = line.split(":", 2)
         if controllers == "" or controller in controllers.split(","):  # of version 2, of version 1
             group = Path(path.lstrip("/"))  # as seen from a container its own is the outermost
-            yield from (CONTROL_GROUPS / controllers / part for part in (group, *group.parents))
+            folders = dict.fromkeys((controllers, controller if controllers else ""))  # "cpuacct,cpu" may lie in "cpu"
+            yield from (CONTROL_GROUPS / folder / part for folder in folders for part in (group, *group.parents))
 
 
 def _text(file: Path) -> str:

@@ -6,7 +6,7 @@
 To be translated: SimpleITK and ONNX Runtime have the same functions for C++, C#, Java and others. It is the method in
 its plainest form, for scans that show both lungs as most do. `cascadeseg infer` does more: it parts lungs that stage 1
 took for one, settles which side is which, knows couches and bowel by their place, grows boxes that cut a lung, goes
-through long scans in slabs, restores windowed scans, fills holes, and says when to look.
+through long scans in slabs, mends HU, fills holes, and says when to look.
 """
 
 from __future__ import annotations
@@ -49,8 +49,10 @@ class Network:
 def segmented(folder: Path, scan: Image) -> Image:
     """The lungs of a scan of HU, on its own grid, numbered as `cascade.json` has it."""
     cascade = json.loads((folder / "cascade.json").read_text(encoding="utf-8"))
+    if "refiner" not in cascade:
+        raise SystemExit(f"{folder}: a locator alone; export a model of both stages")
     locator, refiner = (Network(folder, cascade[name]) for name in ("locator", "refiner"))
-    canonical = SimpleITK.DICOMOrient(SimpleITK.Cast(scan, SimpleITK.sitkFloat32), "RAS")
+    canonical = SimpleITK.DICOMOrient(numbers_of(scan, locator.known["outside_hu"]), "RAS")
     right_and_left = located(canonical, locator)
     best, labels = np.zeros(canonical.GetSize(), np.float32), np.zeros(canonical.GetSize(), np.uint8)
     for side, name in enumerate(("lung_right", "lung_left")):
@@ -69,6 +71,12 @@ def segmented(folder: Path, scan: Image) -> Image:
     return SimpleITK.Resample(
         image_of(labels, canonical), scan, SimpleITK.Transform(), SimpleITK.sitkNearestNeighbor, 0
     )
+
+
+def numbers_of(scan: Image, outside_hu: float) -> Image:
+    """A scan in float32, air where it has no numbers."""
+    hu = array_of(SimpleITK.Cast(scan, SimpleITK.sitkFloat32))
+    return image_of(np.nan_to_num(hu, nan=outside_hu, posinf=outside_hu, neginf=outside_hu), scan)
 
 
 def located(scan: Image, locator: Network) -> tuple[Image, Image]:
@@ -117,7 +125,7 @@ def opinion_of(mine: Array, other: Array, coarse: Image, box: Image, known: dict
 def refined(scan: Image, opinion: Image | None, box: Image, refiner: Network, *, mirrored: bool) -> Image:
     """Stage 2's logits in a lung's box. It knows right lungs alone: a left one is shown to it in a mirror."""
     axes = [mirrored, False, False]
-    images = {"hu": on_grid(scan, box, refiner.known["outside_hu"])} | ({"opinion": opinion} if opinion else {})
+    images = {"hu": on_grid(scan, box, refiner.known["outside_hu"])} | ({} if opinion is None else {"opinion": opinion})
     seen = {name: SimpleITK.Flip(image, axes) for name, image in images.items()}
     (logits,) = refiner(**seen)
     return image_of(logits[::-1] if mirrored else logits, box)
@@ -187,12 +195,10 @@ def main() -> None:
     options = parser.parse_args()
     mask = segmented(options.networks, SimpleITK.ReadImage(options.scan))
     SimpleITK.WriteImage(mask, options.mask, useCompression=True)
+    labels = json.loads((options.networks / "cascade.json").read_text(encoding="utf-8"))["labels"]
     voxels = SimpleITK.GetArrayViewFromImage(mask)
-    print(
-        ", ".join(
-            f"{name} lung {(voxels == n).sum() * volume_ml(mask):.0f} ml" for n, name in ((1, "right"), (2, "left"))
-        )
-    )
+    volumes = {name: (voxels == value).sum() * volume_ml(mask) for name, value in labels.items() if value}
+    print(", ".join(f"{name} {volume:.0f} ml" for name, volume in volumes.items()))
 
 
 if __name__ == "__main__":

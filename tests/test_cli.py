@@ -715,6 +715,61 @@ def test_every_key_of_reports_and_tables_is_on_its_page(tmp_path: Path) -> None:
     assert keys - set(re.findall(r"`(\w+)`", page)) == set()
 
 
+def test_rows_of_masks_that_are_replaced_go_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scans = [make_scan(tmp_path / f"{name}.nii.gz") for name in "ab"]
+    assert run("infer", *scans, "--csv", "t.csv") == 0
+    Path("t.csv").write_text(Path("t.csv").read_text(encoding="utf-8").replace("12.8", "99.9"), encoding="utf-8")
+    with monkeypatch.context() as held:
+        held.setattr(atomic, "replace_text", held_by_another)
+        assert run("infer", *scans, "--csv", "t.csv", "--force") == 2
+    assert not Path("t.csv").exists()
+    assert run("infer", *scans, "--csv", "t.csv", "--resume") == 0
+    assert [row["right_volume_ml"] for row in table(Path("t.csv"))] == ["12.8", "12.8"]
+
+
+def test_scans_that_failed_are_told_by_the_exit_code_beside_a_table_that_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scans = [make_scan(tmp_path / f"{name}.nii.gz") for name in ("a", "fault")]
+    monkeypatch.setattr(atomic, "replace_text", held_by_another)
+    assert run("infer", *scans, "--csv", "t.csv") == 3
+
+
+def test_a_table_that_cannot_be_replaced_is_told_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
+) -> None:
+    scan = make_scan(tmp_path / "a.nii.gz")
+    assert run("infer", scan, "--csv", "t.csv") == 0
+    refused.capsys.readouterr()
+    before = Path("t.csv").read_bytes()
+
+    unlink = Path.unlink
+
+    def busy(path: Path, missing_ok: bool = False) -> None:
+        if path.name == "t.csv":
+            raise PermissionError(13, "Permission denied")
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", busy)
+    refused(["infer", scan, "--csv", "t.csv", "--force"], "t.csv: cannot be replaced (Permission denied)")
+    assert Path("t.csv").read_bytes() == before
+
+
+def test_a_table_of_fewer_columns_goes_on(tmp_path: Path) -> None:
+    scans = [make_scan(tmp_path / f"{name}.nii.gz") for name in "ab"]
+    assert run("infer", scans[0], "--csv", "t.csv") == 0
+    kept = ("scan", "mask", "verdict", "right_volume_ml", "error")
+    (row,) = table(Path("t.csv"))
+    lines = [",".join(kept), ",".join(row[name] for name in kept), ""]
+    Path("t.csv").write_text("\n".join(lines), encoding="utf-8")
+    assert run("infer", *scans, "--csv", "t.csv", "--resume") == 0
+    assert [row["both_mass_g"] for row in table(Path("t.csv"))] == ["", "1.92"]
+
+
+def held_by_another(path: Path, text: str) -> None:
+    raise OutputError(path, "cannot be written (in use by another program)")
+
+
 def table(path: Path) -> list[dict[str, str]]:
     with path.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
@@ -744,7 +799,7 @@ def test_a_table_that_another_program_holds_is_written_later(
     if held == ("a",):
         assert (code, len(told), len(table(Path("t.csv")))) == (0, 1, 3)
         return
-    assert (code, told[1:]) == (2, [f"{first}; its last rows are missing; run again with --resume"])
+    assert (code, told[1:]) == (2, [f"{first}; rows are missing in it; run again with --resume"])
     assert not Path("t.csv").exists()
     monkeypatch.setattr(atomic, "replace_text", write)
     assert run("infer", *scans, "--csv", "t.csv", "--resume") == 0
@@ -1245,7 +1300,7 @@ def test_ctrl_c_is_130_and_leaves_nothing(tmp_path: Path, refused: Refused) -> N
 def test_sigterm_is_as_ctrl_c_also_if_it_comes_twice(tmp_path: Path) -> None:
     make_scan(tmp_path / "a.nii.gz")
     code = """import os, signal
-from cascadeseg import atomic, batch, cli
+from cascadeseg import batch, cli
 def segment(*_):
     try:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -1649,11 +1704,18 @@ def test_export(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     assert run("export", "new/networks") == 0
     assert names(Path("new")) == ["networks/cascade.json", "networks/locator.onnx", "networks/refiner.onnx"]
     assert capsys.readouterr().out.splitlines() == [
-        "new/networks/locator.onnx: 1.2 MB, as torch to 6e-06",
-        "new/networks/refiner.onnx: 1.2 MB, as torch to 6e-06",
+        "new/networks/locator.onnx: 1.24 MB, as torch to 6e-06",
+        "new/networks/refiner.onnx: 1.24 MB, as torch to 6e-06",
         "new/networks/cascade.json: what a program has to know of them",
     ]
-    refused(["export", "new/networks"], "new/networks/cascade.json: exists; overwrite with --force, or choose another")
+    refused(["export", "new/networks"], "new/networks/locator.onnx: exists; overwrite with --force, or choose another")
+    Path("own").mkdir()
+    Path("own/refiner.onnx").write_bytes(b"mine")
+    refused(["export", "own"], "own/refiner.onnx: exists; overwrite with --force, or choose another folder")
+    Path("new/networks/refiner.onnx").unlink()
+    Path("new/networks/refiner.onnx").mkdir()
+    refused(["export", "new/networks", "--force"], "new/networks/refiner.onnx: a folder; expected the name of a file")
+    Path("new/networks/refiner.onnx").rmdir()
     assert run("export", "new/networks", "--force", "--quiet") == 0
     assert capsys.readouterr().out == ""
     refused(["export", "other", "--model", "nowhere"], "nowhere: no such folder; expected a model folder")

@@ -62,12 +62,13 @@ def test_processors_are_counted_that_the_process_may_use(groups, monkeypatch, li
     assert machine.processors() == expected
 
 
+@pytest.mark.parametrize("folder", ["cpuacct,cpu", "cpu"])  # the latter a link to "cpu,cpuacct"
 @pytest.mark.parametrize(("quota", "expected"), [("250000", 3), ("-1", 6)])
-def test_processors_of_control_groups_of_version_1(groups, monkeypatch, quota, expected):
+def test_processors_of_control_groups_of_version_1(groups, monkeypatch, quota, expected, folder):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)), raising=False)
     limits = {"cpu.cfs_quota_us": f"{quota}\n", "cpu.cfs_period_us": "100000\n"}
-    own = "5:memory:/\n4:cpu,cpuacct:/docker/1f\n3:cpuset:/\n0::/\n"
-    groups(own, {f"cpu,cpuacct/{name}": text for name, text in limits.items()} | {"cpuset/cpu.cfs_quota_us": "1"})
+    own = "5:memory:/\n4:cpuacct,cpu:/docker/1f\n3:cpuset:/\n0::/\n"
+    groups(own, {f"{folder}/{name}": text for name, text in limits.items()} | {"cpuset/cpu.cfs_quota_us": "1"})
     assert machine.processors() == expected
 
 

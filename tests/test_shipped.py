@@ -123,7 +123,7 @@ def test_the_networks_find_the_lungs_in_a_program_without_torch(patient, upright
     command = [sys.executable, "-c", code, "networks", "scan.nii.gz", "lungs.nii.gz"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("right lung ")
+    assert done.stdout.startswith("lung_right ")
     labels, grid = read_labels(tmp_path / "lungs.nii.gz")
     assert np.allclose(grid.affine, other.grid.affine)
     found = canonical_view(labels, grid)

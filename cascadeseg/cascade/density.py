@@ -12,11 +12,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from cascadeseg.cascade.locate import sampled_hu
 from cascadeseg.formats.scan import Scan
 from cascadeseg.geometry import Box, Mask
 
-LOWEST_HU, HIGHEST_HU = -1100, 400
-"""What lies beyond counts as these."""
+LOWEST_HU, HIGHEST_HU = -1100, 3071
+"""What lies beyond counts as these; below there is nothing but padding."""
+LOW_ATTENUATION_HU = -950
 
 
 @dataclass(frozen=True)
@@ -53,10 +55,11 @@ class Histogram:
     """The HU in a mask, of one lung or of both.
 
     Attributes:
-        counts: how many voxels have each whole number of HU, from `LOWEST_HU` to `HIGHEST_HU`; not all of them 0.
+        counts: how many voxels have HU of each whole number and less than one more, from `LOWEST_HU` to `HIGHEST_HU`;
+            not all of them 0.
         mean_hu: the mean HU.
         voxel_volume_ml: of a voxel.
-        cut_off: whether a window cut off the HU of lungs, so that they are not known.
+        cut_off: whether the HU of lungs are not known: a window cut them off, or they are no HU.
     """
 
     counts: npt.NDArray[np.int64]
@@ -70,7 +73,7 @@ class Histogram:
 
     @property
     def density(self) -> Density | None:
-        """None where a window cut off the HU of lungs."""
+        """None where the HU of lungs are not known."""
         return None if self.cut_off else _density(self.counts, self.voxel_volume_ml)
 
 
@@ -83,13 +86,21 @@ def histogram(scan: Scan, mask: Mask, box: Box) -> Histogram:
         box: of the scan.
     """
     stored = scan.voxels[box.slices]
-    counts, total = np.zeros(HIGHEST_HU - LOWEST_HU + 1, np.int64), 0.0
+    counts, total, lowest = np.zeros(HIGHEST_HU - LOWEST_HU + 1, np.int64), 0.0, lowest_hu(scan)
     for z in range(mask.shape[2]):
         hu = scan.as_hu(stored[..., z][mask[..., z]])
         total += float(hu.sum(dtype=np.float64))
-        whole = np.rint(hu).clip(LOWEST_HU, HIGHEST_HU).astype(np.int64) - LOWEST_HU
+        lowest = min(lowest, float(hu.min(initial=np.inf)))
+        whole = np.floor(hu).clip(LOWEST_HU, HIGHEST_HU).astype(np.int64) - LOWEST_HU
         counts += np.bincount(whole, minlength=len(counts))
-    return Histogram(counts, total / float(counts.sum()), scan.grid.voxel_volume_ml, scan.floor_hu is not None)
+    cut_off = scan.floor_hu is not None or lowest >= LOW_ATTENUATION_HU
+    return Histogram(counts, total / float(counts.sum()), scan.grid.voxel_volume_ml, cut_off)
+
+
+def lowest_hu(scan: Scan) -> float:
+    """About the lowest HU of a canonical scan, without padding: in every scan there is air, unless it was cut off."""
+    hu, _ = sampled_hu(scan)
+    return float(hu.min(where=hu >= LOWEST_HU, initial=np.inf))
 
 
 def together(histograms: Iterable[Histogram | None]) -> Histogram | None:
@@ -99,7 +110,7 @@ def together(histograms: Iterable[Histogram | None]) -> Histogram | None:
         return None
     counts = np.sum([one.counts for one in there], axis=0)
     mean_hu = float(np.average([one.mean_hu for one in there], weights=[one.counts.sum() for one in there]))
-    return replace(there[0], counts=counts, mean_hu=mean_hu)
+    return replace(there[0], counts=counts, mean_hu=mean_hu, cut_off=any(one.cut_off for one in there))
 
 
 def _density(counts: npt.NDArray[np.int64], voxel_volume_ml: float) -> Density:
@@ -110,7 +121,7 @@ def _density(counts: npt.NDArray[np.int64], voxel_volume_ml: float) -> Density:
         return float(100 * counts[(hu >= low) & (hu < high)].sum() / total)
 
     return Density(
-        laa950_percent=percent(LOWEST_HU, -950),
+        laa950_percent=percent(LOWEST_HU, LOW_ATTENUATION_HU),
         perc15_hu=float(hu[np.searchsorted(counts.cumsum(), 0.15 * total)]),
         haa_percent=percent(-600, -249),
         hyperaerated_percent=percent(LOWEST_HU, -900),

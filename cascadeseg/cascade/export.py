@@ -28,8 +28,9 @@ from cascadeseg._version import __version__
 from cascadeseg.atomic import replace_text, staged
 from cascadeseg.cascade.crop import GROWTH_MM, MARGIN_MM, SMALLEST_LUNG_ML
 from cascadeseg.cascade.locate import BEYOND_MM
+from cascadeseg.cascade.refine import LARGEST_REGROWTH
 from cascadeseg.cascade.resample import windows_of
-from cascadeseg.errors import ModelError
+from cascadeseg.errors import ModelError, OutputError
 from cascadeseg.labels import LUNG_CHANNELS, VALUES
 from cascadeseg.network.model import Model, Stage, View
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from onnx import ModelProto
 
 DESCRIPTION = "cascade.json"
+FILES = ("locator.onnx", "refiner.onnx", DESCRIPTION)
 FORMAT = 1
 LIBRARIES = ("onnx", "onnxscript", "onnxruntime")
 OPSET = 18
@@ -145,9 +147,16 @@ def exported(model: Model, progress: Progress | None = None) -> list[Exported]:
 def write_export(exports: list[Exported], model: Model, folder: Path) -> None:
     """Writes the files into a folder that is there, each whole or not at all, the description last.
 
+    An older description goes first, and a refiner that the model has not, so that what is there is of one model.
+
     Raises:
         OutputError: they cannot be written.
     """
+    try:
+        for name in {*FILES} - {one.file for one in exports}:
+            (folder / name).unlink(missing_ok=True)
+    except OSError as problem:
+        raise OutputError(folder, f"cannot be written in ({problem.strerror})") from problem
     for one in exports:
         with staged(folder / one.file) as part:
             part.write_bytes(one.content)
@@ -187,6 +196,7 @@ def _onnx_of(graph: Graph) -> ModelProto:
             verbose=False,
         )
     proto: ModelProto = program.model_proto
+    del proto.graph.metadata_props[:]
     for node in chain(proto.graph.node, *(function.node for function in proto.functions)):
         del node.metadata_props[:]
         node.doc_string = ""
@@ -220,8 +230,8 @@ def largest_difference(graph: Graph, content: bytes) -> float:
         with torch.inference_mode():
             wanted = graph(*images)
         (given,) = session.run(None, {name: image.numpy() for name, image in zip(graph.inputs, images, strict=True)})
-        differences.append(float((torch.from_numpy(given) - wanted).abs().max()))
-    return max(differences)
+        differences.append((torch.from_numpy(given) - wanted).abs().max())
+    return float(torch.stack(differences).max())  # NaN where one is, as Python's max is not
 
 
 def _examples(graph: Graph, strides: tuple[int, ...]) -> tuple[Tensor, ...]:
@@ -250,7 +260,12 @@ def _description(exports: list[Exported], model: Model) -> dict[str, Any]:
         "format": FORMAT,
         "model": _identity(model),
         "labels": VALUES,
-        "boxes": {"smallest_lung_ml": SMALLEST_LUNG_ML, "margin_mm": MARGIN_MM, "growth_mm": GROWTH_MM},
+        "boxes": {
+            "smallest_lung_ml": SMALLEST_LUNG_ML,
+            "margin_mm": MARGIN_MM,
+            "growth_mm": GROWTH_MM,
+            "largest_regrowth": LARGEST_REGROWTH,
+        },
         **stages,
         "versions": {"cascadeseg": __version__, "torch": torch.__version__}
         | {library: version(library) for library in LIBRARIES},
@@ -267,11 +282,13 @@ def _known(graph: Graph) -> dict[str, Any]:
     known: dict[str, Any] = {
         "spacing_mm": view.spacing_mm,
         "outside_hu": view.low_hu,
+        "highest_hu": view.high_hu,
         "multiple_of": unet.stride,
-        "context": unet.context,
         "inputs": list(graph.inputs),
         "outputs": [graph.output],
     }
+    if unet.norm == "batch":  # with others every voxel sees the whole image
+        known["context"] = unet.context
     if isinstance(graph, LocatorGraph):
         return known | {"goes_on_mm": BEYOND_MM}
     if view.prior:

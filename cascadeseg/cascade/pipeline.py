@@ -69,7 +69,7 @@ class LungResult:
 
     label: Label
     height_mm: float
-    histogram: Histogram | None
+    histogram: Histogram | None = field(compare=False)
     touches: tuple[str, ...]
     regrown: int
     box_mm: tuple[tuple[float, ...], tuple[float, ...]] | None
@@ -90,7 +90,7 @@ class LungResult:
 
     @property
     def density(self) -> Density | None:
-        """Of what is inside the mask; None without one, and where a window cut off the HU of lungs."""
+        """Of what is inside the mask; None without one, and where the HU of lungs are not known."""
         return self.histogram.density if self.histogram else None
 
     @property

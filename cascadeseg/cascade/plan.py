@@ -93,8 +93,10 @@ def plan(
         return _within(scan, host, "--max-memory", max_memory_gb)
     host_mb = host.kept_mb + host.between_mb
     _refuse(scan, "--max-memory", max_memory_gb, host_mb)
-    gpu = replace(host, kept_mb=GPU_PROGRAM_MB, between_mb=0.0, largest_tile=LARGEST_GPU_TILE, streamed=False)
-    if _exceeds(gpu.most_mb(LARGEST_GPU_TILE), max_vram_gb):
+    mostly_context = 4 * LARGEST_LAYER * refiner.stage.unet.context > LARGEST_GPU_TILE  # a whole lung is less work then
+    tile = LARGEST_LUNG if mostly_context else LARGEST_GPU_TILE
+    gpu = replace(host, kept_mb=GPU_PROGRAM_MB, between_mb=0.0, largest_tile=tile, streamed=False)
+    if _exceeds(gpu.most_mb(tile), max_vram_gb):
         gpu = replace(gpu, largest_tile=host.largest_tile, streamed=True)
     planned = _within(scan, gpu, "--max-vram", max_vram_gb)
     return replace(planned, host_mb=host_mb, device_mb=planned.host_mb)
@@ -166,8 +168,7 @@ def _within(scan: Scan, work: _Work, option: str, limit_gb: float | None) -> Pla
     """
     context, stride = 2 * work.refiner.stage.unet.context, work.refiner.stage.unet.stride
     smallest = min(LARGEST_LAYER * (context + stride), LARGEST_LUNG)
-    mostly_context = work.largest_tile < 2 * LARGEST_LAYER * context  # then a whole lung is less work
-    tile = LARGEST_LUNG if mostly_context else work.largest_tile
+    tile = work.largest_tile
     _refuse(scan, option, limit_gb, work.most_mb(smallest))
     while _exceeds(work.most_mb(tile), limit_gb) and tile > smallest:
         tile = max(smallest, tile - LARGEST_LAYER * stride)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from pathlib import Path
 
@@ -96,7 +97,7 @@ def _refuse_other_sides(path: Path) -> None:
     names = segment_names(path) if suffix_of(path) == SLICER_SUFFIX else {}
     for lung, other in zip(LUNGS, reversed(LUNGS), strict=True):
         name = names.get(lung.value, "")
-        if other.side in name.lower():
+        if re.search(rf"\b{other.side}\b", name, re.IGNORECASE):
             raise ScanError(path, f"label {lung.value} is its segment '{name}'", MEANING)
 
 

@@ -116,7 +116,8 @@ def read_table(path: Path) -> list[Row]:
         with path.open(encoding="utf-8", newline="") as file:
             table = csv.DictReader(file)
             rows: list[Row] = [dict(row) for row in table]
-            ours = tuple(table.fieldnames or ()) == COLUMNS and not any(None in (*row, *row.values()) for row in rows)
+            known = {"scan", "mask", "error"} <= set(table.fieldnames or ()) <= set(COLUMNS)  # an older one has fewer
+            ours = known and not any(None in (*row, *row.values()) for row in rows)
     except (OSError, ValueError, csv.Error):
         ours = False
     if not ours:
@@ -185,11 +186,11 @@ def _content(histogram: Histogram | None) -> dict[str, Any]:
     """What is inside a lung, or both."""
     if histogram is None:
         return {"volume_ml": 0.0, "mean_hu": None, "density": None}
-    density = asdict(histogram.density) if histogram.density else None
+    density = histogram.density
     return {
         "volume_ml": round(histogram.volume_ml, 2),
         "mean_hu": round(histogram.mean_hu, 1),
-        "density": density and {name: round(value, 2) for name, value in density.items()},
+        "density": density and {name: round(value, 2) for name, value in asdict(density).items()},
     }
 
 

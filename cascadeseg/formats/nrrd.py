@@ -99,7 +99,11 @@ def segment_names(path: Path) -> dict[int, str]:
     with path.open("rb") as file:
         pairs = SEGMENT_PAIR.findall(file.read(HEADER_BYTES))
     values = {number: int(value) for number, key, value in pairs if key == b"LabelValue" and value.isdigit()}
-    return {values[number]: os.fsdecode(name) for number, key, name in pairs if key == b"Name" and number in values}
+    return {
+        values[number]: name.decode(errors="replace")
+        for number, key, name in pairs
+        if key == b"Name" and number in values
+    }
 
 
 def _packed_data(path: Path, fields: dict[str, str], end: int) -> Data | None:

@@ -36,7 +36,7 @@ def test_the_density_of_known_voxels():
             "normally_aerated_percent": 100 * 2 / 12,
             "poorly_aerated_percent": 100 * 3 / 12,
             "not_aerated_percent": 100 * 3 / 12,
-            "mass_g": 0.008 * (0.04 + 0.05 + 0.051 + 0.1 + 0.4 + 0.5 + 0.75 + 0.751 + 0.9 + 1.0 + 1.4),
+            "mass_g": 0.008 * (0.04 + 0.05 + 0.051 + 0.1 + 0.4 + 0.5 + 0.75 + 0.751 + 0.9 + 1.0 + 4.0),
         }
     )
 
@@ -66,6 +66,33 @@ def test_both_lungs_together_are_as_one():
     assert both.mean_hu == pytest.approx(whole.mean_hu)
     assert together([None, whole]).density == whole.density
     assert together([None, None]) is None
+
+
+@pytest.mark.parametrize(("floor_hu", "known"), [(-1024, True), (-960, True), (-950, False), (-119, False), (0, False)])
+def test_there_is_no_density_where_low_values_are_cut_off(floor_hu, known):
+    hu = np.random.default_rng(3).normal(-880, 60, 3000).clip(floor_hu).astype(np.int16)
+    inside = lung(hu)
+    assert (inside.density is not None) == known
+    if known:
+        assert inside.density.laa950_percent == pytest.approx(100 * np.mean(hu < -950))
+
+
+def test_air_beside_the_lung_shows_that_nothing_is_cut_off():
+    voxels = np.full((12, 12, 3), -850, np.int16)
+    mask, whole = np.ones(voxels.shape, bool), Box.whole(voxels.shape)
+    scan = Scan(voxels, Grid.axis_aligned(voxels.shape, (2.0, 2.0, 2.0)))
+    assert histogram(scan, mask, whole).density is None
+    mask[:2], voxels[:2] = False, -2048  # padding is no air
+    assert histogram(scan, mask, whole).density is None
+    voxels[:2] = -1000
+    assert histogram(scan, mask, whole).density.perc15_hu == -850
+
+
+def test_parts_of_a_hu_count_as_they_lie():
+    hu = np.array([-950.4, -950.0, -949.6, -899.6, -900.2, -500.0], np.float32)
+    density = lung(hu).density
+    assert density.laa950_percent == pytest.approx(100 / 6)
+    assert density.hyperaerated_percent == pytest.approx(100 * 4 / 6)
 
 
 def test_a_window_that_cut_off_lungs_leaves_no_density():

@@ -9,7 +9,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ from cascadeseg.cascade.resample import windows_of
 from cascadeseg.errors import ModelError, OutputError
 from cascadeseg.formats import read_labels, write_scan
 from cascadeseg.network import Engine, Model, Stage, UNet, UNetConfig, View, stage_of
-from tests.cascade.chest import LUNG_HU, TISSUE_HU, chest, chest_grid, dice, tiny_model, truth
+from tests.cascade.chest import LUNG_HU, RADII, TISSUE_HU, chest, chest_grid, dice, tiny_model, truth
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 CPU = torch.device("cpu")
@@ -119,7 +119,7 @@ def test_a_file_says_what_it_is_and_nothing_of_the_machine_it_was_made_on(export
         assert [(entry.domain, entry.version) for entry in proto.opset_import if not entry.domain] == [
             ("", export.OPSET)
         ]
-        for trace in (Path(torch.__file__).parent, Path(export.__file__).parent, Path.home()):
+        for trace in (Path(torch.__file__).parent, Path(export.__file__).parent, Path(__file__).parent):
             assert str(trace).encode() not in one.content
 
 
@@ -135,11 +135,12 @@ def test_the_description_has_what_a_program_needs(model, exports, tmp_path):
         "format": 1,
         "model": {"name": "toy", "version": "3", "sha256": "abc"},
         "labels": {"background": 0, "lung_right": 1, "lung_left": 2},
-        "boxes": {"smallest_lung_ml": 2.0, "margin_mm": 8.0, "growth_mm": 24.0},
+        "boxes": {"smallest_lung_ml": 2.0, "margin_mm": 8.0, "growth_mm": 24.0, "largest_regrowth": 3},
         "locator": {
             "file": "locator.onnx",
             "spacing_mm": 4.0,
             "outside_hu": -1024.0,
+            "highest_hu": 600.0,
             "multiple_of": 4,
             "context": LOCATOR.context,
             "inputs": ["hu"],
@@ -150,8 +151,8 @@ def test_the_description_has_what_a_program_needs(model, exports, tmp_path):
             "file": "refiner.onnx",
             "spacing_mm": 2.0,
             "outside_hu": -1024.0,
+            "highest_hu": 600.0,
             "multiple_of": 2,
-            "context": REFINER.context,
             "inputs": ["hu", "opinion"],
             "outputs": ["logits"],
             "opinion": {"spacing_mm": 12.0, "contrast": 2.5},
@@ -165,6 +166,9 @@ def test_of_a_locator_alone_there_is_one_file(model, exports, monkeypatch, tmp_p
     monkeypatch.setattr(export, "_onnx_of", lambda graph: made_before(exports[0]))
     write_export(exported(replace(model, refiner=None)), model, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [DESCRIPTION, "locator.onnx"]
+    write_export(exports, model, tmp_path)
+    write_export(exports[:1], model, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [DESCRIPTION, "locator.onnx"], "no refiner of before"
     assert "refiner" not in json.loads((tmp_path / DESCRIPTION).read_text(encoding="utf-8"))
 
 
@@ -200,30 +204,48 @@ def test_a_folder_that_is_not_there_is_told(model, exports, tmp_path):
 class ThresholdNetwork:
     """Stands in for `onnx_infer.Network`: air is lung, of the side that the image's middle or the opinion says."""
 
+    seen: ClassVar[list[dict[str, np.ndarray]]] = []
+
     def __init__(self, folder: Path, known: dict[str, Any]) -> None:
         self.known = known
 
     def __call__(self, **images: Any) -> np.ndarray:
         arrays = {name: SimpleITK.GetArrayFromImage(image).transpose(2, 1, 0) for name, image in images.items()}
         (shape,) = {array.shape for array in arrays.values()}
+        assert all(np.isfinite(array).all() for array in arrays.values()), "one NaN would be all of a network's output"
         lung = 10 * ((LUNG_HU + TISSUE_HU) / 2 - arrays["hu"]) / 1000
         lung[arrays["hu"] < -1000] = -6
+        self.seen.append(arrays)
         if "opinion" in arrays:
             return np.where(arrays["opinion"] > -0.5, lung, -6)[None]
         on_right = np.arange(shape[0])[:, None, None] > shape[0] / 2
-        return np.stack([(lung > 0) & on_right, (lung > 0) & ~on_right]).astype(np.float32)
+        return 0.6 * np.stack([(lung > 0) & on_right, (lung > 0) & ~on_right]).astype(np.float32)
+
+
+@pytest.fixture
+def program(monkeypatch) -> Any:
+    """The program, with thresholds for networks; what they were given is in `ThresholdNetwork.seen`."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+    ThresholdNetwork.seen.clear()
+    module = importlib.import_module("onnx_infer")
+    monkeypatch.setattr(module, "Network", ThresholdNetwork)
+    return module
+
+
+def toy_scan(folder: Path, spacing_mm: tuple[float, float, float], point: tuple[float, ...], hu: float) -> Any:
+    """The toy chest as SimpleITK reads it, with other HU at a point of the world."""
+    grid = chest_grid(spacing_mm)
+    write_scan(chest(grid).voxels, grid, folder / "scan.nii.gz")
+    scan = SimpleITK.ReadImage(folder / "scan.nii.gz", SimpleITK.sitkFloat32)
+    scan[grid.index(point).round().astype(int).tolist()] = hu
+    return scan
 
 
 @pytest.mark.parametrize("directions", ["RAS", "LPS", "SLA", "PIR"])
 @pytest.mark.parametrize("spacing_mm", [(4.0, 4.0, 5.0), (1.5, 1.5, 3.0)])
-def test_the_program_without_torch_does_the_geometry(exports, model, monkeypatch, tmp_path, directions, spacing_mm):
-    monkeypatch.syspath_prepend(SCRIPTS)
-    program = importlib.import_module("onnx_infer")
-    monkeypatch.setattr(program, "Network", ThresholdNetwork)
+def test_the_program_without_torch_does_the_geometry(program, exports, model, tmp_path, directions, spacing_mm):
     write_export(exports, model, tmp_path)
-    grid = chest_grid(spacing_mm)
-    write_scan(chest(grid).voxels, grid, tmp_path / "scan.nii.gz")
-    scan = SimpleITK.DICOMOrient(SimpleITK.ReadImage(tmp_path / "scan.nii.gz"), directions)
+    scan = SimpleITK.DICOMOrient(toy_scan(tmp_path, spacing_mm, (0.0, 100.0, 0.0), np.nan), directions)
     mask = program.segmented(tmp_path, scan)
     assert mask.GetSize() == scan.GetSize()
     assert np.allclose(mask.GetOrigin(), scan.GetOrigin())
@@ -234,10 +256,40 @@ def test_the_program_without_torch_does_the_geometry(exports, model, monkeypatch
         assert dice(labels, truth(there), value) > 0.97
 
 
-def test_the_program_finds_nothing_where_there_is_nothing(exports, model, monkeypatch, tmp_path):
+def test_the_program_shows_the_networks_what_the_page_says(program, exports, model, tmp_path):
+    write_export(exports, model, tmp_path)
+    program.segmented(tmp_path, toy_scan(tmp_path, (2.0, 2.0, 2.0), (-110.0, 0.0, 6.0), 1000.0))
+    _, right, left = ThresholdNetwork.seen
+    for crop in (right, left):
+        shape = np.array(crop["hu"].shape)
+        assert not (shape % 2).any(), "multiple_of"
+        assert (shape * 2 >= 2 * RADII + 2 * 8 - 2 * 4).all(), "margin_mm, of what a grid of 4 mm shows of it"
+        middle = crop["opinion"][tuple(shape // 2)]
+        assert middle == pytest.approx(0.75, abs=0.02), "contrast: (0.6 - 0.5) x 2.5 + 0.5"
+        assert np.abs(np.diff(crop["opinion"], axis=0)).max() < 0.75 / 4, "spacing_mm: it is vague over 12 mm"
+    bone = np.argwhere(left["hu"] > 500).mean(axis=0)
+    assert bone[0] > 0.9 * left["hu"].shape[0], "beside a left lung that is mirrored, at its far end"
+
+
+def test_the_programs_network_takes_images_of_any_shape(monkeypatch, exports, model, tmp_path):
     monkeypatch.syspath_prepend(SCRIPTS)
     program = importlib.import_module("onnx_infer")
-    monkeypatch.setattr(program, "Network", ThresholdNetwork)
+    write_export(exports, model, tmp_path)
+    known = json.loads((tmp_path / DESCRIPTION).read_text(encoding="utf-8"))["locator"]
+    hu = hu_of((5, 8, 10))
+    (image,) = (SimpleITK.GetImageFromArray(array.transpose(2, 1, 0).copy()) for array in hu.numpy())
+    given = program.Network(tmp_path, known)(hu=image)
+    wanted = Engine(model.locator, CPU, "fp32")(image_of(hu, model.locator.view)).softmax(dim=0)[1:3]
+    assert np.allclose(given, wanted, atol=1e-4)
+
+
+def test_the_program_finds_nothing_where_there_is_nothing(program, exports, model, tmp_path):
     write_export(exports, model, tmp_path)
     mask = program.segmented(tmp_path, SimpleITK.Image([20, 20, 20], SimpleITK.sitkInt16))
     assert not SimpleITK.GetArrayFromImage(mask).any()
+
+
+def test_the_program_wants_both_stages(program, exports, model, tmp_path):
+    write_export(exports[:1], model, tmp_path)
+    with pytest.raises(SystemExit, match="a locator alone; export a model of both stages"):
+        program.segmented(tmp_path, SimpleITK.Image([20, 20, 20], SimpleITK.sitkInt16))

@@ -166,6 +166,21 @@ def test_a_deep_refiner_gets_no_tiles_that_are_mostly_context(levels, blocks, pl
     assert planned in str(plan)
 
 
+@pytest.mark.parametrize("levels", [3, 4, 5])
+def test_what_fits_a_gpu_fits_a_larger_one(levels):
+    deep = UNetConfig(2, 1, widths=(4,) * levels, block="bottleneck", blocks=2)
+    model = replace(tiny_model(), refiner=stage_of(View(1.0, prior=True), UNet(deep)))
+    refused = []
+    for limit_gb in np.arange(0.5, 1.6, 0.05):
+        try:
+            on_a_gpu(float(limit_gb), model).plan(long_scan(320))
+            refused.append(False)
+        except ScanError:
+            refused.append(True)
+    assert refused == sorted(refused, reverse=True)
+    assert len(set(refused)) == 2
+
+
 def test_a_limit_is_kept_by_tiles(two_threads):
     torch.set_num_threads(1)  # one lung after the other
     wide = UNetConfig(2, 1, widths=(48, 64, 64), block="bottleneck")
