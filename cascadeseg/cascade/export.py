@@ -29,10 +29,10 @@ from cascadeseg.atomic import replace_text, staged
 from cascadeseg.cascade.crop import GROWTH_MM, MARGIN_MM, SMALLEST_LUNG_ML
 from cascadeseg.cascade.locate import BEYOND_MM
 from cascadeseg.cascade.refine import LARGEST_REGROWTH
-from cascadeseg.cascade.resample import windows_of
+from cascadeseg.cascade.resample import image_of_hu
 from cascadeseg.errors import ModelError, OutputError
 from cascadeseg.labels import LUNG_CHANNELS, VALUES
-from cascadeseg.network.model import Model, Stage, View
+from cascadeseg.network.model import Model, Stage
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -85,7 +85,7 @@ class LocatorGraph(nn.Module):
 
     def forward(self, hu: Tensor) -> Tensor:
         """(1, 1, X, Y, Z) HU to (1, 2, X, Y, Z) probabilities of the right and of the left lung."""
-        return torch.softmax(self.network(_image(hu, self.stage.view)), dim=1)[:, LUNG_CHANNELS]
+        return torch.softmax(self.network(image_of_hu(hu[0], self.stage.view)[None]), dim=1)[:, LUNG_CHANNELS]
 
 
 class RefinerGraph(nn.Module):
@@ -101,7 +101,7 @@ class RefinerGraph(nn.Module):
 
     def forward(self, hu: Tensor, opinion: Tensor | None = None) -> Tensor:
         """(1, 1, X, Y, Z) HU, and where the stage sees it stage 1's opinion, to logits, above 0 inside the lung."""
-        image = _image(hu, self.stage.view)
+        image = image_of_hu(hu[0], self.stage.view)[None]
         logits: Tensor = self.network(image if opinion is None else torch.cat([image, opinion], dim=1))
         return logits
 
@@ -113,12 +113,6 @@ def _folded(stage: Stage) -> nn.Module:
     network = stage.network()
     network.fold()
     return network
-
-
-def _image(hu: Tensor, view: View) -> Tensor:
-    """(1, 1, X, Y, Z) HU to (1, C, X, Y, Z), what a stage sees of the scan itself."""
-    image = (hu.clamp(view.low_hu, view.high_hu) - view.low_hu) / view.scale_hu
-    return windows_of(image[0], view)[None]
 
 
 def exported(model: Model, progress: Progress | None = None) -> list[Exported]:

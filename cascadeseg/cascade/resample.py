@@ -138,6 +138,11 @@ def windows_of(image: Tensor, view: View) -> Tensor:
     return torch.cat([image, tissue.clamp_(0, 1)])
 
 
+def image_of_hu(hu: Tensor, view: View) -> Tensor:
+    """(1, X, Y, Z) HU on a stage's own grid to (C, X, Y, Z), as `resample_scan` and `windows_of` make it there."""
+    return windows_of((hu.clamp(view.low_hu, view.high_hu) - view.low_hu) / view.scale_hu, view)
+
+
 def _windowed(scan: Scan, box: Box, view: View, device: torch.device) -> Tensor:
     """(Z, Y, X) float32: how far above ``low_hu`` the voxels of a box are.
 

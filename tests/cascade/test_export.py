@@ -18,7 +18,7 @@ import torch
 
 from cascadeseg.cascade import export
 from cascadeseg.cascade.export import DESCRIPTION, LIBRARIES, Exported, exported, write_export
-from cascadeseg.cascade.resample import windows_of
+from cascadeseg.cascade.resample import image_of_hu
 from cascadeseg.errors import ModelError, OutputError
 from cascadeseg.formats import read_labels, write_scan
 from cascadeseg.network import Engine, Model, Stage, UNet, UNetConfig, View, stage_of
@@ -74,18 +74,14 @@ def hu_of(shape: tuple[int, int, int]) -> torch.Tensor:
     return torch.linspace(-2000, 2000, shape[0] * shape[1] * shape[2]).reshape(1, *shape)
 
 
-def image_of(hu: torch.Tensor, view: View) -> torch.Tensor:
-    return windows_of((hu.clamp(view.low_hu, view.high_hu) - view.low_hu) / view.scale_hu, view)
-
-
 @pytest.mark.parametrize("shape", [(4, 8, 12), (40, 4, 8)])
 def test_the_files_give_what_the_engine_gives_of_any_shape(model, exports, shape):
     locator, refiner = exports
     hu, opinion = hu_of(shape), torch.linspace(-1, 1, shape[2]).expand(1, *shape).contiguous()
-    wanted = Engine(model.locator, CPU, "fp32")(image_of(hu, model.locator.view)).softmax(dim=0)[1:3]
+    wanted = Engine(model.locator, CPU, "fp32")(image_of_hu(hu, model.locator.view)).softmax(dim=0)[1:3]
     assert wanted.std() > 0.01, "a constant would agree with anything"
     assert torch.allclose(run(locator.content, hu=hu), wanted, atol=1e-4)
-    image = torch.cat([image_of(hu, model.refiner.view), opinion])
+    image = torch.cat([image_of_hu(hu, model.refiner.view), opinion])
     wanted = Engine(model.refiner, CPU, "fp32")(image)
     assert wanted.std() > 0.01
     assert torch.allclose(run(refiner.content, hu=hu, opinion=opinion), wanted, atol=1e-4)
@@ -279,7 +275,7 @@ def test_the_programs_network_takes_images_of_any_shape(monkeypatch, exports, mo
     hu = hu_of((5, 8, 10))
     (image,) = (SimpleITK.GetImageFromArray(array.transpose(2, 1, 0).copy()) for array in hu.numpy())
     given = program.Network(tmp_path, known)(hu=image)
-    wanted = Engine(model.locator, CPU, "fp32")(image_of(hu, model.locator.view)).softmax(dim=0)[1:3]
+    wanted = Engine(model.locator, CPU, "fp32")(image_of_hu(hu, model.locator.view)).softmax(dim=0)[1:3]
     assert np.allclose(given, wanted, atol=1e-4)
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from cascadeseg.cascade.resample import axis_weights, resample_scan, resample_volume, windows_of
+from cascadeseg.cascade.resample import axis_weights, image_of_hu, resample_scan, resample_volume, windows_of
 from cascadeseg.formats.scan import Scan
 from cascadeseg.geometry import Box, Grid
 from cascadeseg.network import View
@@ -110,6 +110,9 @@ def test_a_window_of_soft_tissue_runs_from_its_lowest_hu_to_its_highest():
     np.testing.assert_allclose(whole.flatten(), [0, 0.874, 1.024, 1.099, 1.174, 1.624], atol=1e-6)
     np.testing.assert_allclose(tissue.flatten(), [0, 0, 0.5, 0.75, 1, 1], atol=1e-5)
     assert windows_of(whole[None], View(1.0)).shape == (1, 1, 1, 6)
+    assert torch.allclose(
+        image_of_hu(torch.from_numpy(hu)[None].float(), view), torch.stack([whole, tissue]), atol=1e-6
+    )
 
 
 def test_no_value_is_asked_of_a_device():
