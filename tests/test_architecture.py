@@ -53,6 +53,10 @@ def test_imports_point_one_way(path):
         ("import cascadeseg, cascadeseg.cli", {"torch", "monai", "nibabel", "SimpleITK", "pydicom", "numpy", "scipy"}),
         ("import cascadeseg.cascade.pipeline", {"monai", "scipy", "matplotlib", "SimpleITK", "pydicom", "nibabel"}),
         ("import cascadeseg.formats.itk", {"torch", "monai", "scipy", "matplotlib", "pydicom", "nibabel"}),
+        (
+            "import cascadeseg.evaluation.report",
+            {"torch", "monai", "scipy", "matplotlib", "SimpleITK", "pydicom", "nibabel"},
+        ),
         ("import cascadeseg.training.loop", {"monai", "scipy", "matplotlib", "SimpleITK", "pydicom", "nibabel"}),
     ],
 )

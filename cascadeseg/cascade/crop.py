@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 from torch.nn import functional
 
-from cascadeseg.cascade.locate import LAYERS, Coarse, copy_of, found_in, sampled_hu
-from cascadeseg.formats.scan import Scan
+from cascadeseg.cascade.locate import LAYERS, Coarse, copy_of, found_in
+from cascadeseg.formats.scan import Scan, sampled_hu
 from cascadeseg.geometry import Box, Grid, Mask, bounding_box
 from cascadeseg.labels import LEFT_LUNG, LUNGS, RIGHT_LUNG, Label
 

@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from cascadeseg.cascade.locate import sampled_hu
-from cascadeseg.formats.scan import Scan
+from cascadeseg.formats.scan import Scan, sampled_hu
 from cascadeseg.geometry import Box, Mask
 
 LOWEST_HU, HIGHEST_HU = -1100, 3071

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from cascadeseg.cascade.resample import resample_scan, windows_of
-from cascadeseg.formats.scan import Scan
+from cascadeseg.formats.scan import Scan, sampled_hu
 from cascadeseg.geometry import Box, Grid, Shape
 from cascadeseg.labels import LUNG_CHANNELS
 from cascadeseg.network.bounded import Runner
@@ -32,7 +30,6 @@ AIR_HU = -500.0
 AIR_SHARE = 0.995
 """Of a sagittal or coronal plane's voxels, where it is nothing but air: the rest is noise, a tube, a blanket's fold."""
 BESIDE_BODY_MM = 8.0
-SAMPLED_MM = 4.0
 
 
 @dataclass(frozen=True)
@@ -108,13 +105,6 @@ def beyond_faces(body: Box, shape: Shape, view: View) -> Box:
     start = [a - beyond * (a == 0) for a in body.start]
     stop = [b + beyond * (b == n) for b, n in zip(body.stop, shape, strict=True)]
     return Box.of(start, stop)
-
-
-def sampled_hu(scan: Scan) -> tuple[npt.NDArray[np.floating[Any]], Grid]:
-    """(X, Y, Z) the HU of every voxel about `SAMPLED_MM` apart, and their grid: enough to see where a body is."""
-    x, y, z = (max(1, int(SAMPLED_MM / mm)) for mm in scan.grid.spacing_mm)
-    voxels = scan.voxels[::x, ::y, ::z]
-    return scan.as_hu(voxels), Grid(voxels.shape, scan.grid.affine @ np.diag([x, y, z, 1]))
 
 
 def _image(scan: Scan, grid: Grid, view: View, device: torch.device) -> Layers:

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from cascadeseg.cascade.crop import TISSUE_HU, between_walls, components
-from cascadeseg.cascade.locate import LAYERS, sampled_hu
-from cascadeseg.formats.scan import Scan
+from cascadeseg.cascade.locate import LAYERS
+from cascadeseg.formats.scan import Scan, sampled_hu
 from cascadeseg.geometry import Box, Mask
 
 INSIDE_HU = -850.0

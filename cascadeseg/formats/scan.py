@@ -11,6 +11,8 @@ import numpy.typing as npt
 
 from cascadeseg.geometry import Box, Grid, Shape, canonical_view
 
+SAMPLED_MM = 4.0
+
 
 @dataclass(frozen=True, eq=False)
 class Scan:
@@ -57,6 +59,13 @@ class Scan:
     def warned(self, *warnings: str) -> Scan:
         """The same scan with more warnings."""
         return replace(self, warnings=(*self.warnings, *warnings))
+
+
+def sampled_hu(scan: Scan) -> tuple[npt.NDArray[np.floating[Any]], Grid]:
+    """(X, Y, Z) the HU of every voxel about `SAMPLED_MM` apart, and their grid: enough to see where a body is."""
+    x, y, z = (max(1, int(SAMPLED_MM / mm)) for mm in scan.grid.spacing_mm)
+    voxels = scan.voxels[::x, ::y, ::z]
+    return scan.as_hu(voxels), Grid(voxels.shape, scan.grid.affine @ np.diag([x, y, z, 1]))
 
 
 @dataclass(frozen=True)
