@@ -61,6 +61,11 @@ class Box:
         """The box moved by ``voxels[a]`` along axis ``a``."""
         return Box.of(np.add(self.start, voxels), np.add(self.stop, voxels))
 
+    def overlaps(self, other: Box) -> bool:
+        """Whether the boxes share a voxel."""
+        starts, stops = (np.array(corners) for corners in ((self.start, other.start), (self.stop, other.stop)))
+        return bool((starts.max(axis=0) < stops.min(axis=0)).all())
+
     def clipped(self, shape: Sequence[int]) -> Box:
         """The part of the box inside an array of this shape."""
         start = [min(max(a, 0), n) for a, n in zip(self.start, shape, strict=True)]
@@ -179,6 +184,11 @@ class Grid:
         """Along each axis the voxels nearest to those of ``other`` (same directions); may lie outside."""
         low, high = self.index(other.world([(0, 0, 0), [n - 1 for n in other.shape]]))
         return tuple(np.rint(np.linspace(low[a], high[a], other.shape[a])).astype(np.int64) for a in range(3))
+
+    def box_in(self, other: Grid, tolerance_mm: float = 1e-3) -> Box | None:
+        """The box of ``other`` that has this grid's voxels (it may reach outside); None if they are no voxels of it."""
+        box = Box.whole(self.shape).shifted(np.rint(other.index(self.affine[:3, 3])).astype(int).tolist())
+        return box if other.cropped(box).matches(self, tolerance_mm) else None
 
     def matches(self, other: Grid, tolerance_mm: float = 1e-3) -> bool:
         """Whether both grids have one shape and put every corner within ``tolerance_mm`` of each other."""

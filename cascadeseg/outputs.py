@@ -23,8 +23,8 @@ from cascadeseg.formats import (
     stem_of,
     suffix_of,
 )
-from cascadeseg.formats.names import VOXELS_SUFFIX
-from cascadeseg.geometry import SAME_GRID_MM, Grid
+from cascadeseg.formats.names import SLICER_SUFFIX, VOXELS_SUFFIX
+from cascadeseg.geometry import SAME_GRID_MM, Box, Grid
 from cascadeseg.terminal import Progress
 
 ENDING = "_lungs"
@@ -311,6 +311,8 @@ def _is_done(job: Job, wishes: Wishes) -> bool:
 def _check_mask(job: Job, scan: Scan) -> None:
     """Looks in the header of the mask that is there for the scan's grid, of a DICOM segmentation for its series.
 
+    One that 3D Slicer saved may lie on a part of the grid, that which its segments fill.
+
     Raises:
         OutputError: the mask is of another scan, or no mask.
     """
@@ -322,7 +324,10 @@ def _check_mask(job: Job, scan: Scan) -> None:
             same, found, expected = series == own, f"series {series}", f"series {own}" if own else "not DICOM"
         else:
             mask, grid = (of.grid.canonical() for of in (read_outline(job.labels), scan))
-            same, found, expected = mask.matches(grid, SAME_GRID_MM), _extent(mask), _extent(grid)
+            box, whole = mask.box_in(grid, SAME_GRID_MM), Box.whole(grid.shape)
+            if box and suffix_of(job.labels) == SLICER_SUFFIX:
+                box = Box.around([box, whole])
+            same, found, expected = box == whole, _extent(mask), _extent(grid)
     except ScanError as problem:
         remedy = "delete it, or choose another place with -o"
         raise OutputError(job.labels, problem.found, f"a mask of {job.scan}", remedy) from problem

@@ -6,6 +6,7 @@
     python scripts/benchmark.py --parts agreement
     python scripts/benchmark.py --parts batch --batch 20
     python scripts/benchmark.py --parts lungmask --lungmask /path/to/its/python
+    python scripts/benchmark.py --parts onnx --scan a.nii.gz b.mha    # the exported networks (docs/export.md)
     python scripts/benchmark.py --parts cuda                          # a line and no more where there is no GPU
 
 Scans are made once and kept in ``--cache``. Prints Markdown tables of medians; ``--output DIR`` also gets them as
@@ -43,7 +44,7 @@ SLAB = 40
 """Slices rendered at a time, to keep the memory small."""
 COMMAND = [sys.executable, "-m", "cascadeseg"]
 HERE = Path(__file__).parent
-PARTS = ("cold", "warm", "bound", "agreement", "batch", "lungmask", "cuda")
+PARTS = ("cold", "warm", "bound", "agreement", "batch", "lungmask", "onnx", "cuda")
 Result = dict[str, Any]
 
 
@@ -52,7 +53,7 @@ def main() -> int:
     options = _options()
     folder = Path(options.cache)
     folder.mkdir(parents=True, exist_ok=True)
-    scans = [Path(options.scan)] if options.scan else [_synthetic_scan(folder, n) for n in options.slices]
+    scans = [Path(scan) for scan in options.scan] or [_synthetic_scan(folder, n) for n in options.slices]
     results: Result = {"machine": _machine(), "repeat": options.repeat}
     text = [f"{results['machine']}; medians of {options.repeat} runs.\n"]
     print(text[0], flush=True)
@@ -70,7 +71,7 @@ def _options() -> argparse.Namespace:
     add = parser.add_argument
     add("--parts", nargs="+", choices=PARTS, default=["cold", "warm", "bound"], help="default: cold warm bound")
     add("--repeat", type=int, default=3, metavar="N", help="runs to take the median of; default 3")
-    add("--scan", metavar="FILE", help="a scan of your own; default: a synthetic one")
+    add("--scan", nargs="+", default=[], metavar="FILE", help="scans of your own; default: a synthetic one")
     add("--slices", type=int, nargs="+", default=[SLICES], metavar="N", help=f"of synthetic scans; default {SLICES}")
     add("--batch", type=int, default=20, metavar="N", help="scans of the batch; default 20")
     add("--lungmask", metavar="PYTHON", help="an interpreter that has lungmask")
@@ -181,6 +182,23 @@ def _lungmask(scans: Sequence[Path], folder: Path, options: argparse.Namespace) 
     ]  # fmt: skip
 
 
+def _onnx(scans: Sequence[Path], folder: Path, options: argparse.Namespace) -> tuple[list[Result], list[str]]:
+    """The exported networks by `onnx_infer.py` and by cascadeseg, scan by scan."""
+    networks, mask = folder / "networks", folder / "mask_onnx.nii.gz"
+    model = ["--model", options.model] if options.model else []
+    subprocess.run([*COMMAND, "export", str(networks), "--force", *model], check=True, stdout=subprocess.DEVNULL)
+    script = [sys.executable, str(HERE / "onnx_infer.py"), str(networks)]
+    rows: list[Result] = []
+    for scan in scans:
+        runs = [asdict(measured([*script, str(scan), str(mask)])) for _ in range(options.repeat)]
+        ours = _infer_runs(scan, options.engine[0], folder, options)
+        rows.append({"scan": scan.name, "onnx_infer.py": {"runs": runs}, "cascadeseg infer": ours})
+    return rows, ["## Without torch: ONNX\n", *_table(("scan", "", "wall s", "CPU s", "peak MB"), [
+        (row["scan"], f"`{way}`", *_numbers(row[way], "wall_s", "cpu_s"), f"{median(row[way], 'peak_mb'):,.0f}")
+        for row in rows for way in ("onnx_infer.py", "cascadeseg infer")
+    ])]  # fmt: skip
+
+
 def _cuda(scans: Sequence[Path], folder: Path, options: argparse.Namespace) -> tuple[list[Result], list[str]]:
     """Cold, and warm with and without ``--max-vram 1`` and cuDNN's search for algorithms (whether that would pay)."""
     found = "import sys, torch; sys.exit(not torch.cuda.is_available())"
@@ -212,6 +230,7 @@ MEASURES = {
     "agreement": _agreement,
     "batch": _batch,
     "lungmask": _lungmask,
+    "onnx": _onnx,
     "cuda": _cuda,
 }
 

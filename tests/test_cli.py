@@ -25,6 +25,7 @@ import nibabel
 import numpy as np
 import numpy.typing as npt
 import pytest
+import SimpleITK
 import torch
 from PIL import Image
 
@@ -1482,6 +1483,47 @@ def test_evaluate_takes_slicer_segmentations_of_our_labels(
         refused(["evaluate", reference, mask], f"ref/a.seg.nrrd: label 1 is its segment '{told}'; {meaning}")
     reference.write_bytes(mask.read_bytes().replace(b"_Name:=right lung", b"_Name:=Segment_1"))
     assert run("evaluate", mask, reference) == 0
+
+
+def cut_as_slicer_does(mask: Path, cut: Path, low: tuple[int, int, int], high: tuple[int, int, int]) -> None:
+    """Writes the part of a mask between two corners, with the pairs that name its segments."""
+    image = SimpleITK.ReadImage(str(mask))
+    part = image[tuple(slice(a, b) for a, b in zip(low, high, strict=True))]
+    for key in image.GetMetaDataKeys():
+        part.SetMetaData(key, image.GetMetaData(key))
+    cut.parent.mkdir(exist_ok=True)
+    SimpleITK.WriteImage(part, str(cut))
+
+
+def test_evaluate_and_resume_take_slicer_segmentations_cut_to_what_they_fill(
+    tmp_path: Path, refused: Refused, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scan = make_scan(tmp_path / "a.nii.gz")
+    mask, cut, other = Path("a_lungs.seg.nrrd"), Path("s/a_lungs.seg.nrrd"), Path("t/a.seg.nrrd")
+    run("infer", scan, "--format", "seg.nrrd", "--quiet")
+    run("infer", scan, "--quiet")
+    labels = SimpleITK.GetArrayFromImage(SimpleITK.ReadImage(str(mask))).T
+    low, high = np.argwhere(labels).min(axis=0).tolist(), (np.argwhere(labels).max(axis=0) + 1).tolist()
+    assert min(low) > 0, "something is cut off"
+    cut_as_slicer_does(mask, cut, low, high)
+    cut_as_slicer_does(mask, other, (0, 0, 0), high)
+    for pair in ((cut, "a_lungs.nii.gz"), ("a_lungs.nii.gz", cut), (cut, other), (other, cut), (cut, mask)):
+        capsys.readouterr()
+        assert run("evaluate", *pair) == 0
+        rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+        assert [row[2] for row in rows if row[1:2] in (["right"], ["left"])] == ["1.0000"] * 2
+    assert run("infer", scan, "-o", cut, "--resume") == 0
+    assert capsys.readouterr().out.endswith("1 of 1 scans are done already\n")
+    # What is cut is refused of other formats, and of a segmentation that lies elsewhere.
+    Path("cut").mkdir()
+    cut_as_slicer_does(mask, Path("cut/a_lungs.nrrd"), low, high)
+    refused(["evaluate", "cut/a_lungs.nrrd", mask], "cut/a_lungs.nrrd: ", "not on the grid of a_lungs.seg.nrrd")
+    refused(["infer", scan, "-o", "cut/a_lungs.nrrd", "--resume"], "cut/a_lungs.nrrd: a mask of another scan (")
+    far = SimpleITK.ReadImage(str(cut))
+    far.SetOrigin([mm + 200 for mm in far.GetOrigin()])
+    SimpleITK.WriteImage(far, "cut/far.seg.nrrd")
+    refused(["evaluate", "cut/far.seg.nrrd", mask], "cut/far.seg.nrrd: ", "not on the grid of a_lungs.seg.nrrd")
+    refused(["infer", scan, "-o", "cut/far.seg.nrrd", "--resume"], "cut/far.seg.nrrd: a mask of another scan (")
 
 
 def test_evaluate_hides_no_case_without_scores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -148,6 +148,20 @@ def test_matches_is_about_places() -> None:
     assert not grid.matches(grid.cropped(Box((0, 0, 0), (5, 5, 5))))
 
 
+def test_box_in_is_where_the_voxels_of_a_grid_are_in_another() -> None:
+    grid = oblique_grid()
+    for box in (Box.whole(SHAPE), Box((1, 0, 2), (4, 5, 6)), Box((-3, 0, 2), (4, 50, 6))):
+        assert grid.cropped(box).box_in(grid) == box
+    affine = grid.affine.copy()
+    affine[:3, 3] += 0.01
+    assert Grid(SHAPE, affine).box_in(grid) is None
+    assert Grid(SHAPE, affine).box_in(grid, tolerance_mm=0.1) == Box.whole(SHAPE)
+    affine[:3, 3] += affine[:3, 0] / 2
+    assert Grid(SHAPE, affine).box_in(grid, tolerance_mm=0.1) is None, "half a voxel away"
+    assert grid.resampled(1.5).box_in(grid) is None
+    assert Grid(SHAPE, affine_of(ORIENTATIONS[3])).box_in(Grid(SHAPE, affine_of(ORIENTATIONS[7]))) is None
+
+
 def test_boxes() -> None:
     box = Box((2, 3, 4), (6, 9, 5))
     assert box.shape == (4, 6, 1)

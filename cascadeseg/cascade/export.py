@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import chain
@@ -125,9 +126,7 @@ def exported(model: Model, progress: Progress | None = None) -> list[Exported]:
     Raises:
         ModelError: what it takes is not installed, or the runtimes do not agree.
     """
-    lacking = [library for library in LIBRARIES if find_spec(library) is None]
-    if lacking:
-        raise ModelError("export", f"no {', no '.join(lacking)}", "", "pip install 'cascadeseg[onnx]'")
+    _refuse_without_libraries()
     graphs: list[Graph] = [LocatorGraph(model.locator)]
     graphs += [RefinerGraph(model.refiner)] if model.refiner else []
     done = []
@@ -136,6 +135,21 @@ def exported(model: Model, progress: Progress | None = None) -> list[Exported]:
             progress(graph.name, (number + 0.1) / len(graphs))
         done.append(_exported(graph.eval(), model))
     return done
+
+
+def _refuse_without_libraries() -> None:
+    """Raises ModelError where one is missing, or is there and cannot be loaded, before anything takes time."""
+    lacking = [library for library in LIBRARIES if find_spec(library) is None]
+    if lacking:
+        raise ModelError("export", f"no {', no '.join(lacking)}", "", "pip install 'cascadeseg[onnx]'")
+    for library in LIBRARIES:
+        try:
+            import_module(library)
+        except (ImportError, OSError, AttributeError) as problem:  # a library of the system's, or NumPy of another age
+            found = f"{library} is installed and cannot be loaded ({' '.join(str(problem).split())})"
+            raise ModelError(
+                "export", found, "", f"mend it until python -c 'import {library}' says nothing"
+            ) from problem
 
 
 def write_export(exports: list[Exported], model: Model, folder: Path) -> None:

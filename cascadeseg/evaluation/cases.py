@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from cascadeseg.errors import ScanError
 from cascadeseg.evaluation.metrics import evaluate
@@ -14,7 +16,7 @@ from cascadeseg.evaluation.tables import Case
 from cascadeseg.formats import MASK_SUFFIXES, read_labels, stem_of, suffix_of
 from cascadeseg.formats.names import MASK_ENDINGS, SLICER_SUFFIX, is_mask_name
 from cascadeseg.formats.nrrd import segment_names
-from cascadeseg.geometry import SAME_GRID_MM, canonical_view
+from cascadeseg.geometry import SAME_GRID_MM, Box, canonical_view
 from cascadeseg.labels import BACKGROUND, IGNORE, LUNGS
 
 OUR_ENDING = "_lungs"
@@ -72,24 +74,50 @@ def _scan_name(name: str) -> str:
 def score(prediction: Path, reference: Path) -> Case:
     """The scores of one mask on disk.
 
+    3D Slicer saves a segmentation cut to what its segments fill; what was cut off is background.
+
     Raises:
         ScanError: one of them cannot be read, has values that are no lung labels, or they lie on different grids.
     """
-    predicted, grid = read_labels(prediction)
-    expected, reference_grid = read_labels(reference)
-    # Compared in canonical order, so that the same mask stored with other axes is the same mask.
-    predicted, expected = canonical_view(predicted, grid), canonical_view(expected, reference_grid)
-    canonical = grid.canonical()
-    if not canonical.matches(reference_grid.canonical(), SAME_GRID_MM):
-        found = f"{_shape(canonical.shape)} voxels" if canonical.shape != expected.shape else "another place"
-        raise ScanError(prediction, f"{found}, not on the grid of {reference}", "masks of one scan")
+    (predicted, expected), spacing_mm = _on_one_grid(prediction, reference)
     values = [BACKGROUND, *(lung.value for lung in LUNGS)]
     for path, labels, known in ((prediction, predicted, values), (reference, expected, [*values, IGNORE])):
         others = sorted(set(np.unique(labels).tolist()) - set(known))
         if others:
             raise ScanError(path, f"label {others[0]}", MEANING)
         _refuse_other_sides(path)
-    return Case(case_name(reference), evaluate(predicted, expected, canonical.spacing_mm))
+    return Case(case_name(reference), evaluate(predicted, expected, spacing_mm))
+
+
+def _on_one_grid(prediction: Path, reference: Path) -> tuple[list[npt.NDArray[Any]], tuple[float, float, float]]:
+    """Both masks in canonical order, so that the same mask stored with other axes is the same mask; and their spacing.
+
+    Raises:
+        ScanError: one of them cannot be read, or they lie on different grids.
+    """
+    paths = (prediction, reference)
+    read = [read_labels(path) for path in paths]
+    masks = [canonical_view(labels, grid) for labels, grid in read]
+    grid, of_reference = (grid.canonical() for _, grid in read)
+    box, whole = grid.box_in(of_reference, SAME_GRID_MM), Box.whole(of_reference.shape)
+    if box is not None and box.overlaps(whole):
+        around = Box.around([box, whole])
+        if all(
+            own == around or suffix_of(path) == SLICER_SUFFIX for own, path in zip((box, whole), paths, strict=True)
+        ):
+            return [_grown(mask, own, around) for mask, own in zip(masks, (box, whole), strict=True)], grid.spacing_mm
+    same_shape = masks[0].shape == masks[1].shape
+    found = "another place" if same_shape else f"{' x '.join(map(str, masks[0].shape))} voxels"
+    raise ScanError(prediction, f"{found}, not on the grid of {reference}", "masks of one scan")
+
+
+def _grown(mask: npt.NDArray[Any], box: Box, around: Box) -> npt.NDArray[Any]:
+    """A mask of a box, with background up to the faces of the one around it."""
+    if box == around:
+        return mask
+    grown = np.full(around.shape, BACKGROUND, mask.dtype)
+    grown[box.shifted([-start for start in around.start]).slices] = mask
+    return grown
 
 
 def _refuse_other_sides(path: Path) -> None:
@@ -124,7 +152,3 @@ def _named(folder: Path, *, predicted: bool) -> dict[str, Path]:
             raise ScanError(path, f"the same case as {other.name} by its name", "one mask for each case")
     cases = dict.fromkeys(name for name, _ in by_role)
     return {name: by_role.get((name, predicted)) or by_role[name, not predicted] for name in cases}
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape))

@@ -32,7 +32,7 @@ SCAN_SUFFIXES = (*NIFTI_SUFFIXES, *ITK_SUFFIXES, ".hdr", *SERIES_SUFFIXES)
 VOXELS_SUFFIX = ".img"
 """Of the other file of a ``.hdr``, which is read as well; not looked for, as the two are one scan."""
 
-MASK_ENDINGS = ("_lungs", "_ref", "_mask", "_seg", "_label", "_labels")
+MASK_ENDINGS = (".seg", "_lungs", "_ref", "_mask", "_seg", "_label", "_labels")
 """How the name of a mask beside its scan ends, before the suffix: `find_scans` passes over these."""
 
 
@@ -57,5 +57,5 @@ def is_not_dicom(path: str | Path) -> bool:
 
 
 def is_mask_name(path: str | Path) -> bool:
-    """Whether a file is, by its name, a mask that lies beside its scan: ``a_lungs``, ``lungs`` or ``a.seg.nrrd``."""
+    """Whether a file is, by its name, a mask that lies beside its scan: ``a_lungs``, ``lungs`` or ``a.seg``."""
     return suffix_of(path) == SLICER_SUFFIX or f"_{stem_of(path).lower()}".endswith(MASK_ENDINGS)

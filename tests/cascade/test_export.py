@@ -192,6 +192,18 @@ def test_libraries_that_are_missing_are_named(monkeypatch):
     assert str(error.value) == "export: no onnx, no onnxscript, no onnxruntime; pip install 'cascadeseg[onnx]'"
 
 
+def test_a_library_that_cannot_be_loaded_is_told_in_one_line(monkeypatch):
+    def broken(name):
+        if name == "onnxruntime":
+            raise ImportError("libstdc++.so.6:\nversion not found")
+
+    monkeypatch.setattr(export, "import_module", broken)
+    with pytest.raises(ModelError) as error:
+        exported(tiny_model())
+    found = "onnxruntime is installed and cannot be loaded (libstdc++.so.6: version not found)"
+    assert str(error.value) == f"export: {found}; mend it until python -c 'import onnxruntime' says nothing"
+
+
 def test_a_folder_that_is_not_there_is_told(model, exports, tmp_path):
     with pytest.raises(OutputError, match="does not exist"):
         write_export(exports, model, tmp_path / "nowhere")

@@ -26,7 +26,7 @@ def test_a_file_is_itself(tmp_path: Path) -> None:
 
 
 def test_a_directory_of_scans_without_its_masks(tmp_path: Path) -> None:
-    made(tmp_path, "b.nii.gz", "a.mha", "C.NRRD", "d.zip", "a_lungs.nii.gz", "b_ref.nii.gz", "b.seg.nrrd")
+    made(tmp_path, "b.nii.gz", "a.mha", "C.NRRD", "d.zip", "a_lungs.nii.gz", "b_ref.nii.gz", "b.seg.nrrd", "b.Seg.nhdr")
     made(tmp_path, ".hidden.nii.gz", "notes.txt", "a.zraw", "segmentations/lung_left.nii.gz")
     assert [file.name for file in find_scans(tmp_path)] == ["C.NRRD", "a.mha", "b.nii.gz", "d.zip"]
 
