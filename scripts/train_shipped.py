@@ -254,8 +254,7 @@ def combined(options: argparse.Namespace) -> Path:
     locators = [model.locator for stage, model in models if stage == 1]
     refiners = [model.refiner for stage, model in models if stage == 2 and model.refiner]
     locator = mean_of(locators[-3::2])  # the last, and that from which MIXED went on
-    name = models[-1][1].name
-    model = Model(locator, mean_of(refiners), name=name, version=options.model_version, notes=notes)
+    model = Model(locator, mean_of(refiners), name=models[-1][1].name, version=options.model_version, notes=notes)
     folder: Path = options.output / "model"
     save_model(model, folder)
     return folder
