@@ -158,7 +158,7 @@ def measured(tricks: Tricks, shape: tuple[int, ...], steps: int, device: str) ->
             torch.cuda.synchronize()
         if number:
             seconds.append(time.perf_counter() - began)
-    peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else (peak_memory_mb() - before) / 2**10
+    peak = torch.cuda.max_memory_allocated() / 1e9 if on_gpu else (peak_memory_mb() - before) / 1e3
     name = torch.cuda.get_device_name(place) if on_gpu else f"processor, {torch.get_num_threads()} threads"
     return {"peak_gb": peak, "seconds": statistics.median(seconds) if seconds else math.nan, "device": name}
 

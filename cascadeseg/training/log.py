@@ -150,8 +150,8 @@ def _device_use() -> dict[str, float]:
     if not torch.cuda.is_available():
         return {}
     use = {
-        "gpu_gb": torch.cuda.memory_allocated() / 2**30,
-        "gpu_peak_gb": torch.cuda.max_memory_allocated() / 2**30,
+        "gpu_gb": torch.cuda.memory_allocated() / 1e9,
+        "gpu_peak_gb": torch.cuda.max_memory_allocated() / 1e9,
     }
     with suppress(Exception):  # needs NVML's Python package, which nothing else here does
         use["gpu_percent"] = float(torch.cuda.utilization())
