@@ -25,7 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from cascadeseg.errors import DeviceError, ModelError
+from cascadeseg.errors import DeviceError, ModelError, OutputError
 from cascadeseg.machine import bound_processors, processors
 from cascadeseg.terminal import complain, in_one_line, progress_bar, say, survive_odd_terminals
 
@@ -360,16 +360,20 @@ def read(path: Path, options: argparse.Namespace, load: Loader | None = None, la
 def write_results(job: Job, result: Segmentation, seconds: dict[str, float]) -> None:
     """Writes the mask, the picture and the report; adds the segmentation's and its own times to ``seconds``."""
     from cascadeseg.atomic import replace_file, replace_text
-    from cascadeseg.formats import write_labels
+    from cascadeseg.formats import holds_labels, write_labels
 
     seconds |= {step: value for step, value in result.seconds.items() if step not in seconds}
     with timed(seconds, "write"):
-        write_labels(result.labels, job.labels, result.scan, result.model)
+        if not job.keeps:
+            write_labels(result.labels, job.labels, result.scan, result.model)
+        elif not holds_labels(job.labels, result.labels, result.scan):
+            remedy = "choose another place with -o, or overwrite with --force"
+            raise OutputError(job.labels, "a mask that was edited, or made otherwise", "that of now", remedy)
     if job.preview is not None:
         from cascadeseg.evaluation.preview import preview_png
 
         with timed(seconds, "preview"):
-            title = f"{job.scan.name}:  {_volumes(result)}"
+            title = f"{job.scan.name}:  {_volumes(result)};  {_verdict(result)}"
             picture = preview_png(result.scan, result.labels, title)
             replace_file(job.preview, lambda part: part.write_bytes(picture))
     if job.report is not None:
@@ -409,7 +413,7 @@ def details(job: Job, result: Segmentation) -> str:
         hu = f"mean {lung.mean_hu:.0f} HU, {whole}" if lung.mean_hu is not None else "not found"
         quality = "" if lung.quality is None else f", quality {lung.quality:.3f}"
         lines.append(f"{lung.label.title}: {hu}, crop grown {lung.regrown} times, {lung.verdict}{quality}")
-    lines += [f"wrote {path}" for path in job.outputs]
+    lines += [f"{'kept' if job.keeps and path == job.labels else 'wrote'} {path}" for path in job.outputs]
     return "\n".join(f"  {line}" for line in lines)
 
 

@@ -174,8 +174,8 @@ def _add_infer(commands: Any) -> None:
     there.add_argument(
         "--resume",
         action="store_true",
-        help="leave out scans whose results are all there; one whose mask turns out to be of another scan, by its grid "
-        "(a DICOM segmentation: by its series), fails",
+        help="leave out scans whose results are all there, and make what others lack; masks that are there stay. A "
+        "scan fails if its mask is of another one, by its grid (a DICOM segmentation: by its series), or was edited",
     )
     _add_limits(parser)
     _add_loudness(parser)
@@ -332,7 +332,7 @@ def _positive(kind: type[int] | type[float]) -> Callable[[str], float]:
     def parse(text: str) -> float:
         number = kind(text)
         if not 0 < number < float("inf"):
-            raise argparse.ArgumentTypeError(f"{text} is not above zero")
+            raise argparse.ArgumentTypeError(f"{text} is no number above zero")
         return number
 
     parse.__name__ = kind.__name__  # argparse names the type in "invalid float value"

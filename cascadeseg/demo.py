@@ -36,8 +36,8 @@ class DemoFiles:
     @property
     def job(self) -> Job:
         """The scan with what `infer` makes of it."""
-        made = [self.folder / f"scan_lungs{suffix}" for suffix in (".nii.gz", ".json", ".png")]
-        return Job(self.scan, *made)
+        labels, report, preview = (self.folder / f"scan_lungs{suffix}" for suffix in (".nii.gz", ".json", ".png"))
+        return Job(self.scan, labels, report, preview)
 
     @property
     def table(self) -> Path:

@@ -6,7 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cascadeseg.atomic import staged
@@ -44,8 +44,8 @@ class Wishes:
         report: a file, `BESIDE`, or None for no report.
         preview: a file, `BESIDE`, or None for no picture.
         force: overwrite what is there.
-        resume: leave out scans whose results are all there, do those anew that lack some, and refuse those in whose
-            mask's place something else lies.
+        resume: leave out scans whose results are all there, make what others lack, and refuse those in whose mask's
+            place something else lies.
         series: which DICOM series, as for `read_scan`.
         volume: which volume of a 4D file, as for `read_scan`.
         table: the table of them all; None for no table.
@@ -74,12 +74,14 @@ class Job:
         labels: the mask.
         report: JSON, or None.
         preview: PNG, or None.
+        keeps: a mask is there and stays: the other results are made if it is the scan's.
     """
 
     scan: Path
     labels: Path
     report: Path | None = None
     preview: Path | None = None
+    keeps: bool = False
 
     @property
     def outputs(self) -> list[Path]:
@@ -294,10 +296,11 @@ def _left_to_do(
     for number, job in enumerate(jobs):
         progress(job.scan.name, number / len(jobs))
         try:
-            if job.labels.exists():  # looked at even where other results lack: it would be overwritten
+            there = job.labels.exists()
+            if there:
                 _check_mask(job, read_outline(job.scan, series=wishes.series, volume=wishes.volume))
             if not _is_done(job, wishes):
-                left.append(job)
+                left.append(replace(job, keeps=there))
         except CascadesegError as failure:
             refused[job.scan] = failure
     return left, refused

@@ -24,6 +24,7 @@ from typing import Any
 import nibabel
 import numpy as np
 import numpy.typing as npt
+import pydicom
 import pytest
 import SimpleITK
 import torch
@@ -634,6 +635,42 @@ def test_resume_loads_no_heavy_library_for_what_is_done(tmp_path: Path) -> None:
     resume = "main(['infer', 'a.nii.gz', '--resume', '--quiet'])"
     done = python("-c", f"import sys; from cascadeseg.cli import main; print({resume}, {heavy} & set(sys.modules))")
     assert done.stdout == "0 set()\n"
+
+
+@pytest.mark.parametrize("mask", [f"lungs{suffix}" for suffix in LABEL_SUFFIXES])
+def test_resume_keeps_a_mask_that_is_there(
+    tmp_path: Path, refused: Refused, capsys: pytest.CaptureFixture[str], mask: str
+) -> None:
+    make_scan_at(Path("ct"), 0)
+    assert run("infer", "ct", "-o", mask) == 0
+    before = Path(mask).stat().st_mtime_ns
+    capsys.readouterr()
+    assert run("infer", "ct", "-o", mask, "--resume", "--report", "r.json", "--csv", "t.csv", "--verbose") == 0
+    out = capsys.readouterr().out
+    assert f"  kept {mask}\n  wrote r.json\n" in out
+    assert Path(mask).stat().st_mtime_ns == before
+    edit(Path(mask))
+    edited = Path(mask).read_bytes()
+    words = f"cascadeseg: {mask}: a mask that was edited, or made otherwise; expected that of now; "
+    refused(
+        ["infer", "ct", "-o", mask, "--resume", "--preview", "p.png"],
+        words,
+        "choose another place with -o, or overwrite",
+    )
+    assert Path(mask).read_bytes() == edited
+    assert not Path("p.png").exists()
+
+
+def edit(mask: Path) -> None:
+    """Has a mask hold a voxel more or less."""
+    if mask.suffix == ".dcm":
+        segmentation = pydicom.dcmread(mask)
+        segmentation.PixelData = bytes([segmentation.PixelData[0] ^ 1, *segmentation.PixelData[1:]])
+        segmentation.save_as(mask)
+        return
+    image = SimpleITK.ReadImage(str(mask))
+    image[0, 0, 0] = 1 - min(image[0, 0, 0], 1)
+    SimpleITK.WriteImage(image, str(mask))
 
 
 @pytest.mark.parametrize("mask", [f"lungs{suffix}" for suffix in LABEL_SUFFIXES])
@@ -1593,11 +1630,11 @@ def test_evaluate_refuses_in_one_line(tmp_path: Path, refused: Refused) -> None:
 def test_synth_refuses_in_one_line(refused: Refused, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
     refused(["synth", "out", "--spacing", "1", "2"], "--spacing: 2 numbers; expected one or three, in mm")
-    refused(["synth", "out", "--spacing", "0"], "0 is not above zero")
+    refused(["synth", "out", "--spacing", "0"], "0 is no number above zero")
     refused(["synth", "out", "--spacing", "1", "1", "1000"], "--spacing: 1000 mm; expected 0.01 to 50 mm, as scans")
     refused(["synth", "file/out"], "file/out: cannot be made (Not a directory)")
     refused(["synth", "out", "--preset", "old"], "--preset: old; expected one of default, healthy")
-    refused(["synth", "out", "--count", "-1"], "-1 is not above zero")
+    refused(["synth", "out", "--count", "-1"], "-1 is no number above zero")
     refused(["synth", "out", "--count", "many"], "invalid int value: 'many'")
     refused(["synth", "file"], "file: a file; expected a folder")
 

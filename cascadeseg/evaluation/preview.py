@@ -7,6 +7,7 @@ in axial planes, head up in the others, the face to the left in sagittal planes.
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from io import BytesIO
@@ -96,7 +97,7 @@ def preview_png(scan: Scan, labels: npt.NDArray[np.uint8], title: str) -> bytes:
     Args:
         scan: any orientation; only the slices that are shown are turned into HU.
         labels: (X, Y, Z) on ``scan.grid``.
-        title: the line above the picture.
+        title: the line above the picture; the font at hand has no letters but ASCII's, and others lose their accents.
     """
     shown = scan.canonical()
     mask = canonical_view(labels, scan.grid)
@@ -106,7 +107,7 @@ def preview_png(scan: Scan, labels: npt.NDArray[np.uint8], title: str) -> bytes:
     heights = [max(panel.height for panel in panels[row * COLUMNS : (row + 1) * COLUMNS]) for row in range(rows)]
     size = (COLUMNS * cell + MARGIN_PX, TITLE_PX + sum(heights) + rows * MARGIN_PX)
     sheet = Image.new("RGB", size, (16, 16, 16))
-    _write(ImageDraw.Draw(sheet), (MARGIN_PX, TITLE_PX // 2), title, "lm", size=17)
+    _write(ImageDraw.Draw(sheet), (MARGIN_PX, TITLE_PX // 2), _in_ascii(title), "lm", size=17)
     top = TITLE_PX
     for row, height in enumerate(heights):
         for column, panel in enumerate(panels[row * COLUMNS : (row + 1) * COLUMNS]):
@@ -116,6 +117,12 @@ def preview_png(scan: Scan, labels: npt.NDArray[np.uint8], title: str) -> bytes:
     file = BytesIO()
     sheet.save(file, "PNG")
     return file.getvalue()
+
+
+def _in_ascii(text: str) -> str:
+    """A text without accents, and with ``?`` for what is no letter of ASCII."""
+    parts = unicodedata.normalize("NFKD", text)
+    return "".join(part for part in parts if not unicodedata.combining(part)).encode("ascii", "replace").decode("ascii")
 
 
 def _level(box: Box, axis: int, share: float) -> int:

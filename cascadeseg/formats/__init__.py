@@ -12,7 +12,14 @@ from cascadeseg.formats.names import (
 )
 from cascadeseg.formats.read import has_its_own_affine, read_labels, read_outline, read_scan, scan_of
 from cascadeseg.formats.scan import Scan
-from cascadeseg.formats.write import check_source, check_writable, not_of_dicom, write_labels, write_scan
+from cascadeseg.formats.write import (
+    check_source,
+    check_writable,
+    holds_labels,
+    not_of_dicom,
+    write_labels,
+    write_scan,
+)
 
 __all__ = [
     "LABEL_SUFFIXES",
@@ -24,6 +31,7 @@ __all__ = [
     "check_writable",
     "find_scans",
     "has_its_own_affine",
+    "holds_labels",
     "is_not_dicom",
     "not_of_dicom",
     "read_labels",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import numpy.typing as npt
 from cascadeseg.atomic import staged
 from cascadeseg.errors import OutputError
 from cascadeseg.formats.names import LABEL_SUFFIXES, NIFTI_SUFFIXES, SEGMENTATION_SUFFIX, VOLUME_SUFFIXES, suffix_of
+from cascadeseg.formats.read import read_labels
 from cascadeseg.formats.scan import DicomSeries, Scan
-from cascadeseg.geometry import Grid
+from cascadeseg.geometry import SAME_GRID_MM, Grid, canonical_view
 
 
 def check_writable(path: str | Path) -> None:
@@ -26,7 +28,12 @@ def check_writable(path: str | Path) -> None:
 
 
 def check_source(path: str | Path, scan: Scan) -> None:
-    """Raises OutputError if a scan's mask cannot be of the kind that its name says; call it before any work is done."""
+    """Raises OutputError if a scan's mask cannot be of the kind that its name says, or would replace the scan; call it
+    before any work is done.
+    """
+    with suppress(OSError):  # one of them is not there, or the scan was never a file
+        if Path(path).samefile(scan.source):
+            raise OutputError(path, "the scan itself", "another name")
     if suffix_of(path) != SEGMENTATION_SUFFIX:
         return
     if not isinstance(scan.native, DicomSeries):
@@ -57,6 +64,30 @@ def write_labels(
     """
     check_source(path, scan)
     _write(labels.astype(np.uint8, copy=False), scan.grid, Path(path), scan.native, is_labels=True, model=model or {})
+
+
+def holds_labels(path: str | Path, labels: npt.NDArray[np.uint8], scan: Scan) -> bool:
+    """Whether a mask on disk is this one, also where another program stored it: turned, or cut to what it fills.
+
+    Args:
+        path: the mask, in any of the formats of `write_labels`.
+        labels: (X, Y, Z) uint8, on ``scan.grid``.
+        scan: what the labels are of.
+
+    Raises:
+        ScanError: it cannot be read.
+    """
+    if suffix_of(path) == SEGMENTATION_SUFFIX:
+        from cascadeseg.formats import dicom_seg
+
+        return dicom_seg.holds(Path(path), labels, scan.grid)
+    found, grid = read_labels(path)
+    whole = canonical_view(labels, scan.grid)
+    box = grid.canonical().box_in(scan.grid.canonical(), SAME_GRID_MM)
+    if box is None or box.clipped(whole.shape) != box:
+        return False
+    part = whole[box.slices]
+    return np.array_equal(part, canonical_view(found, grid)) and np.count_nonzero(part) == np.count_nonzero(whole)
 
 
 def write_scan(voxels: npt.NDArray[Any], grid: Grid, path: str | Path) -> None:

@@ -123,6 +123,13 @@ def test_odd_masks_have_a_picture_too() -> None:
     assert opened(preview_png(single, np.ones((1, 1, 1), np.uint8), "")).size
 
 
+def test_titles_keep_to_the_letters_of_the_font() -> None:
+    voxels, labels = canonical_pair()
+    scan = Scan(voxels, Grid.axis_aligned(SHAPE, SPACING))
+    assert preview_png(scan, labels, "s\u00e3o jo\u00e3o \u80ba") == preview_png(scan, labels, "sao joao ?")
+    assert preview_png(scan, labels, "sao") != preview_png(scan, labels, "joao")
+
+
 def test_only_the_shown_slices_are_turned_into_hu(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Box | None] = []
     original = Scan.hu

@@ -12,7 +12,17 @@ import SimpleITK
 
 from cascadeseg.atomic import replace_file
 from cascadeseg.errors import OutputError
-from cascadeseg.formats import MASK_SUFFIXES, Scan, check_writable, itk, nifti, read_labels, write_labels
+from cascadeseg.formats import (
+    MASK_SUFFIXES,
+    Scan,
+    check_writable,
+    itk,
+    nifti,
+    read_labels,
+    read_scan,
+    write_labels,
+    write_scan,
+)
 from tests.formats.volumes import SHAPE, ct_values, oblique_grid
 
 LABELS = np.ones(SHAPE, np.uint8)
@@ -34,6 +44,18 @@ def test_names_with_spaces_and_letters_of_all_kinds(tmp_path: Path, scan: Scan, 
     assert grid.matches(scan.grid)
     expected = {f"Maske nº 1{suffix}"} | ({"Maske nº 1.zraw"} if suffix == ".mhd" else set())
     assert {file.name for file in folder.iterdir()} == expected
+
+
+@pytest.mark.parametrize("name", ["ct.nii.gz", "ct.mha"])
+def test_a_mask_never_replaces_its_scan(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    write_scan(ct_values(), oblique_grid(), path)
+    before = path.read_bytes()
+    scan = read_scan(path)
+    with pytest.raises(OutputError, match="the scan itself; expected another name"):
+        write_labels(LABELS, path, scan)
+    assert path.read_bytes() == before
+    write_labels(LABELS, tmp_path / f"other{name}", scan)
 
 
 def test_checking_leaves_no_trace(tmp_path: Path) -> None:
