@@ -16,11 +16,13 @@ from cascadeseg._version import __version__
 
 if TYPE_CHECKING:
     from cascadeseg.cascade.pipeline import Segmentation, Segmenter
+    from cascadeseg.errors import CascadesegError
     from cascadeseg.formats import read_scan, write_labels
 
-__all__ = ["Segmentation", "Segmenter", "__version__", "read_scan", "write_labels"]
+__all__ = ["CascadesegError", "Segmentation", "Segmenter", "__version__", "read_scan", "write_labels"]
 
 _HOMES = {
+    "CascadesegError": "cascadeseg.errors",
     "Segmentation": "cascadeseg.cascade.pipeline",
     "Segmenter": "cascadeseg.cascade.pipeline",
     "read_scan": "cascadeseg.formats",
