@@ -11,6 +11,7 @@ series reader (sorts, but neither chooses, nor sees gaps, nor reads zips); pydic
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,8 +24,9 @@ import numpy.typing as npt
 
 from cascadeseg.errors import ScanError
 from cascadeseg.formats.dicom_files import (
+    EMPTY,
     LOST,
-    NOT_DICOM,
+    NO_DICOM,
     Found,
     Slice,
     Source,
@@ -38,6 +40,7 @@ from cascadeseg.formats.dicom_pixels import values_reader
 from cascadeseg.formats.dicom_stack import Layer, Stack, stacks_of
 from cascadeseg.formats.find import DICOM_DIRECTORY
 from cascadeseg.formats.memory import refuse_oversized
+from cascadeseg.formats.names import DICOM_SUFFIXES
 from cascadeseg.formats.placement import checked_grid, checked_spacing
 from cascadeseg.formats.scan import Before, DicomSeries, Scan, hollow, nothing
 
@@ -77,7 +80,7 @@ def read_dicom(path: Path, series: str | None = None, before: Before = nothing) 
         if not slices:
             raise _no_ct(path, files)
         stack, others = _chosen(stacks_of(slices), series, path)
-        outline = _outline(stack, path, (*odd, *_lost(files, stack.series.uid), *others, *stack.warnings))
+        outline = _outline(stack, path, (*odd, *_lost(files, stack), *others, *stack.warnings))
         before(outline)
         return replace(outline, voxels=_volume(stack, outline))
 
@@ -96,10 +99,48 @@ def _siblings(path: Path) -> list[Path]:
     return sorted(files_in(path.parent, [file.name for file in path.parent.iterdir()]))
 
 
-def _lost(files: Sequence[Found], series_uid: str) -> list[str]:
-    """A warning of the files that may have held slices of the series and gave none."""
-    lost = [file for file in files if file.kind in LOST and file.series_uid in ("", series_uid)]
+def _lost(files: Sequence[Found], stack: Stack) -> list[str]:
+    """A warning of the files that may have held slices of the stack's series and gave none."""
+    uid = stack.series.uid
+    unlike = {_shape_of(slice_) for slice_ in _slices(files) if slice_.series.uid != uid}
+    like = {_shape_of(slice_) for slice_ in stack.slices}
+    lost = [
+        file
+        for file in files
+        if (file.kind in LOST and file.series_uid in ("", uid))
+        or (file.kind in NO_DICOM and _is_named_as_slice(file, like, unlike))
+    ]
     return [f"left out, though perhaps of the series: {_counted(lost)}"] if lost else []
+
+
+_Shape = tuple[Path, str, str]
+"""A file's folder, its name and its suffix, with a 0 for every number: ``IM0012.dcm`` is like ``IM0013.dcm``."""
+
+
+def _shape_of(slice_: Slice) -> _Shape:
+    return _name_shape(slice_.source.name)
+
+
+def _name_shape(name: str) -> _Shape:
+    file = Path(name)
+    return file.parent, re.sub(r"\d+", "0", file.name), re.sub(r"\d+", "0", file.suffix)
+
+
+def _is_named_as_slice(file: Found, like: set[_Shape], unlike: set[_Shape]) -> bool:
+    """Whether a file without DICOM in it was once a slice, by its name.
+
+    Args:
+        file: its ``problem`` is its name.
+        like: the names of the series' slices.
+        unlike: those of other series.
+    """
+    shape = folder, name, suffix = _name_shape(file.problem)
+    if shape in like:
+        return True
+    if folder not in {at for at, _, _ in like} or shape in unlike or name.upper() == DICOM_DIRECTORY:
+        return False
+    is_alike = file.kind == EMPTY and (folder, suffix) in {(at, ending) for at, _, ending in like}
+    return is_alike or suffix.lower() in DICOM_SUFFIXES
 
 
 def _counted(files: Sequence[Found]) -> str:
@@ -107,13 +148,13 @@ def _counted(files: Sequence[Found]) -> str:
     kinds = Counter(file.kind for file in files)
     first = {file.kind: file.problem for file in reversed(files)}
     return ", ".join(
-        f"{count} {kind}" + (f" (the first: {first[kind]})" if first[kind] else "")
+        f"{count} {kind}" + (f" ({'the first: ' if count > 1 else ''}{first[kind]})" if first[kind] else "")
         for kind, count in kinds.most_common()
     )
 
 
 def _no_ct(path: Path, files: Sequence[Found]) -> ScanError:
-    dicom = [file for file in files if file.kind != NOT_DICOM]
+    dicom = [file for file in files if file.kind not in NO_DICOM]
     if not dicom:
         what = "a folder" if path.is_dir() else "a file"
         return ScanError(path, f"{what} without DICOM", "a DICOM CT series, NIfTI, MHA/MHD or NRRD")
@@ -136,8 +177,6 @@ def _chosen(stacks: list[Stack], series: str | None, path: Path) -> tuple[Stack,
         left = "; ".join(_named(other) for other in others[:NAMED_SERIES])
         left += f"; and {len(others) - NAMED_SERIES} more" if len(others) > NAMED_SERIES else ""
         odd.append(f"several CT series: took the largest, {_named(stack)}; left {left}; see --series")
-    if same := sum(len(other.slices) for other in rest if other.series.uid == stack.series.uid):
-        odd.append(f"{same} slices of the series do not fit the others in place, size or direction: left out")
     return stack, odd
 
 

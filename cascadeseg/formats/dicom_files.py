@@ -30,6 +30,7 @@ from cascadeseg.formats.find import looks_like_dicom
 from cascadeseg.formats.names import suffix_of
 
 NOT_DICOM = "not DICOM"
+EMPTY = "of 0 bytes"
 DAMAGED = "damaged DICOM"
 NO_PIXELS = "DICOM without a picture"
 LOCALISER = "localiser"
@@ -37,6 +38,8 @@ NO_PLACE = "CT without a place"
 NO_FILE = "links to nothing"
 LOST = (DAMAGED, NO_PLACE, NO_FILE)
 """What may have been a slice of the scan."""
+NO_DICOM = (NOT_DICOM, EMPTY)
+"""What may have been one if its name is like theirs."""
 NATIVE_ENCODINGS = (ImplicitVRLittleEndian, ExplicitVRLittleEndian)
 PIXELS_TAG = b"\xe0\x7f\x10\x00"
 PIXELS_VRS = (b"OW", b"OB", b"UN")
@@ -244,8 +247,9 @@ def looked_into(source: Source) -> Found:
         raise ScanError(source.name, f"cannot be read ({problem})") from problem
     with stream:
         try:
-            if not looks_like_dicom(stream.read(132)):
-                return Found(NOT_DICOM)
+            start = stream.read(132)
+            if not looks_like_dicom(start):
+                return Found(NOT_DICOM if start else EMPTY, problem=source.name)
             stream.seek(0)
             header = pydicom.dcmread(stream, force=True, stop_before_pixels=True, specific_tags=_TAGS)
             series_uid = str(header.get("SeriesInstanceUID", ""))

@@ -108,9 +108,10 @@ def normal_of(slice_: Slice) -> npt.NDArray[np.float64]:
 
 def stacks_of(slices: Sequence[Slice]) -> list[Stack]:
     """Every stack of two slices or more among loose slices, the one with most voxels first."""
+    groups = _groups(slices)
     stacks = [
-        _stack(part, [*odd, *cut])
-        for group in _groups(slices)
+        _stack(part, [*odd, *cut, *_unlike(group, groups)])
+        for group in groups
         for one, odd in [_each_place_once(group)]
         for part, cut in _parts(one)
         if len(part) > 1
@@ -129,6 +130,18 @@ def _groups(slices: Sequence[Slice]) -> list[list[Slice]]:
         else:
             group.append(slice_)
     return [sorted(group, key=lambda s: (_height(s, group[0]), s.instance)) for group in groups]
+
+
+def _unlike(group: list[Slice], groups: Sequence[list[Slice]]) -> list[str]:
+    """A warning of the slices of the group's series that are in other groups."""
+    uid = group[0].series.uid
+    left = [slice_ for other in groups if other is not group for slice_ in other if slice_.series.uid == uid]
+    if not left:
+        return []
+    does = "1 slice of the series does" if len(left) == 1 else f"{len(left)} slices of the series do"
+    first = min(slice_.source.name for slice_ in left)
+    named = first if len(left) == 1 else f"the first: {first}"
+    return [f"{does} not fit the others in size, pixel spacing or direction: left out ({named})"]
 
 
 def _fits(one: Slice, other: Slice) -> bool:

@@ -347,7 +347,8 @@ def test_a_wide_gap_ends_the_scan(tmp_path: Path) -> None:
     write_series(tmp_path, ct_values(), GRID, ImagePositionPatient=lambda k: [0, 0, heights[k]])
     scan = read_scan(tmp_path)
     assert scan.voxels.shape == (12, 14, 7)
-    assert "the series has a gap of 194 mm; 3 slices beyond it were left out" in scan.warnings
+    said = "the series has a gap of 194 mm; 3 slices beyond it were left out"
+    assert scan.warnings == (said, "only 7 slices along one axis")
 
 
 def test_gantry_tilt_is_put_upright(tmp_path: Path) -> None:
@@ -457,7 +458,28 @@ def test_other_pictures_in_the_series(tmp_path: Path) -> None:
     write_series(tmp_path / "b", ct_values()[:3].transpose(1, 2, 0), sagittal, series_uid=uid, name="s{}.dcm")
     scan = read_scan(tmp_path)
     assert same_in_patient(scan, ct_values(), GRID)
-    assert scan.warnings == ("3 slices of the series do not fit the others in place, size or direction: left out",)
+    said = "3 slices of the series do not fit the others in size, pixel spacing or direction: left out"
+    assert scan.warnings == (f"{said} (the first: {tmp_path / 'b' / 's1.dcm'})",)
+
+
+@pytest.mark.parametrize("at_end", [True, False], ids=["last", "in the middle"])
+@pytest.mark.parametrize("odd", ["taller", "turned", "coarser"])
+def test_one_slice_unlike_the_others_is_named(tmp_path: Path, odd: str, at_end: bool) -> None:
+    write_series(tmp_path, ct_values(), GRID)
+    file = tmp_path / ("slice010.dcm" if at_end else "slice005.dcm")
+    data = dcmread(file)
+    if odd == "taller":
+        data.Rows, data.PixelData = data.Rows + 1, data.PixelData + bytes(2 * data.Columns)
+    elif odd == "turned":
+        data.ImageOrientationPatient = [1, 0, 0, 0, 0, -1]
+    else:
+        data.PixelSpacing = [2, 2]
+    data.save_as(file)
+    scan = read_scan(tmp_path)
+    assert np.array_equal(scan.hu()[..., :4], ct_values()[..., :4])
+    assert scan.voxels.shape[2] == (9 if at_end else 10)
+    said = "1 slice of the series does not fit the others in size, pixel spacing or direction: left out"
+    assert scan.warnings[0] == f"{said} ({file})"
 
 
 def test_damaged_slices_are_left_out_and_filled(tmp_path: Path) -> None:

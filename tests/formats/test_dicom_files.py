@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import zipfile
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,43 @@ def test_links_to_nothing_are_told(tmp_path: Path) -> None:
     first = tmp_path / "slice008.dcm"
     assert scan.warnings[0] == f"left out, though perhaps of the series: 3 links to nothing (the first: {first})"
     assert read_scan(tmp_path / "slice001.dcm").warnings[1:] == scan.warnings
+
+
+@pytest.mark.parametrize("name", ["slice{:03d}.dcm", "IM{:04d}", "1.2.840.{}.7", "{0:x}f{0:x}e.img"])
+@pytest.mark.parametrize(("content", "kind"), [(b"", "of 0 bytes"), (bytes(3000), "not DICOM")])
+def test_slices_without_dicom_in_them_are_told(tmp_path: Path, name: str, content: bytes, kind: str) -> None:
+    write_series(tmp_path / "s", ct_values(), GRID, name=name)
+    first, last = (tmp_path / "s" / name.format(k) for k in (4, 9))
+    last.write_bytes(content)
+    assert read_scan(tmp_path).warnings[0] == f"left out, though perhaps of the series: 1 {kind} ({last})"
+    first.write_bytes(content)
+    said = f"left out, though perhaps of the series: 2 {kind} (the first: {first})"
+    assert said in read_scan(tmp_path).warnings
+    assert said in read_scan(tmp_path / "s" / name.format(1)).warnings
+
+
+def test_the_last_slice_without_dicom_in_it_is_told_in_a_zip(tmp_path: Path) -> None:
+    write_series(tmp_path / "s", ct_values(), GRID)
+    with zipfile.ZipFile(tmp_path / "s.zip", "w") as archive:
+        for file in (tmp_path / "s").iterdir():
+            archive.writestr(f"ct/{file.name}", b"" if file.name == "slice010.dcm" else file.read_bytes())
+    said = "left out, though perhaps of the series: 1 of 0 bytes (ct/slice010.dcm)"
+    assert read_scan(tmp_path / "s.zip").warnings[0] == said
+
+
+def test_other_files_without_dicom_are_not_told(tmp_path: Path) -> None:
+    """Neither by their names, nor where another series' slices have such names, nor elsewhere."""
+    write_series(tmp_path / "ct", ct_values(), GRID)
+    write_series(tmp_path / "ct", ct_values()[..., :4], GRID, name="other{}.dcm")
+    for name in ("README.txt", "report1.pdf", "DICOMDIR", "done", ".DS_Store", ".slice011.dcm", "other5.dcm"):
+        for content in (b"", b"text" * 99):
+            (tmp_path / "ct" / name).write_bytes(content)
+            (warning,) = read_scan(tmp_path).warnings
+            assert warning.startswith("several CT series")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "slice011.dcm").touch()
+    (tmp_path / "slice011.dcm").touch()
+    assert len(read_scan(tmp_path).warnings) == 1
 
 
 def test_linked_folders_are_read_once_and_never_upwards(tmp_path: Path) -> None:
@@ -191,4 +229,4 @@ def test_a_picture_without_a_true_place_costs_itself_alone(tmp_path: Path, tags:
     scan = read_scan(tmp_path)
     assert same_in_patient(scan, ct_values(), GRID)
     first = f"{tmp_path / 'odd.dcm'}: {said}"
-    assert scan.warnings == (f"left out, though perhaps of the series: 1 CT without a place (the first: {first})",)
+    assert scan.warnings == (f"left out, though perhaps of the series: 1 CT without a place ({first})",)
