@@ -31,6 +31,8 @@ SERIES_NUMBER_ABOVE = 1000
 ALIKE = ("StudyInstanceUID", "FrameOfReferenceUID", "ImageOrientationPatient", "PixelSpacing")
 """What the slices of a scan have alike, but for a hair; highdicom does not allow for one."""
 LARGEST_NUMBER = (1 << 31) - 1
+SPACING_DIGITS = 6
+"""Of mm behind the point: what a decimal string of DICOM (16 characters) has room for."""
 MAY_BE_EMPTY: dict[str, Callable[[str], object]] = {
     **dict.fromkeys(("PatientID", "PatientName", "AccessionNumber", "StudyID"), str),
     **dict.fromkeys(("PatientBirthDate", "StudyDate"), DA),
@@ -139,7 +141,7 @@ def series_of(path: Path) -> str:
         raise ScanError(path, "not a DICOM segmentation that names its series") from problem
 
 
-def _headers(series: DicomSeries, thickness_mm: float) -> list[Any]:
+def _headers(series: DicomSeries, spacing_mm: float) -> list[Any]:
     """The series' files in order, without their pixels, as highdicom wants them."""
     headers = []
     with zipfile.ZipFile(series.archive) if series.archive else nullcontext() as archive:
@@ -154,12 +156,16 @@ def _headers(series: DicomSeries, thickness_mm: float) -> list[Any]:
     for header in headers:
         for keyword in [keyword for keyword in ALIKE if keyword in first]:
             setattr(header, keyword, first.get(keyword))
-        _complete(header, thickness_mm)
+        _complete(header, spacing_mm)
     return headers
 
 
-def _complete(header: Any, thickness_mm: float) -> None:
-    """Adds what the standard wants and is not there, and empties what breaks it, so that no mask is lost for that."""
+def _complete(header: Any, spacing_mm: float) -> None:
+    """Adds what the standard wants and is not there, and empties what breaks it, so that no mask is lost for that.
+
+    highdicom takes the spacing between slices from here, though its volume has one; the header's may be that along
+    the table (of a tilted series), or of a series before it was repaired.
+    """
     header.decode()
     header.SpecificCharacterSet = "ISO_IR 192"  # UTF-8; of the others highdicom refuses many
     for keyword, checked in MAY_BE_EMPTY.items():
@@ -171,7 +177,8 @@ def _complete(header: Any, thickness_mm: float) -> None:
     groups = ("SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence")  # of an enhanced CT
     frames = [frame for group in groups for frame in header.get(group, [])]
     for measures in (header, *(item for frame in frames for item in frame.get("PixelMeasuresSequence", []))):
-        measures.SliceThickness = measures.get("SliceThickness", None) or thickness_mm
+        measures.SliceThickness = measures.get("SliceThickness", None) or spacing_mm
+        measures.SpacingBetweenSlices = round(spacing_mm, SPACING_DIGITS)
 
 
 def _slices_first(grid: Grid, first: int) -> Affine:

@@ -124,6 +124,32 @@ def test_of_every_kind_of_series(tmp_path: Path, kind: str) -> None:
     assert len(segmentation.ReferencedSeriesSequence) == 1
 
 
+@pytest.mark.parametrize("said_mm", [2.5, 5, 0, None])
+@pytest.mark.parametrize("kind", ["upright", "tilted", "uneven"])
+def test_the_frames_lie_as_far_apart_as_the_header_says(tmp_path: Path, kind: str, said_mm: float | None) -> None:
+    """Scanners write the spacing along the table, whatever the tilt, and some another; readers trust it."""
+    tags: dict[str, Any] = {"SpacingBetweenSlices": said_mm}
+    if kind == "tilted":
+        cosine, sine = np.cos(np.radians(15)), np.sin(np.radians(15))
+        tags["ImageOrientationPatient"] = [1, 0, 0, 0, f"{cosine:.12f}", f"{-sine:.12f}"]
+    if kind == "uneven":
+        heights = np.array([0, 2.5, 5, 7.5, 10, 11.5, 13, 15, 17.5, 20.0])
+        tags["ImagePositionPatient"] = lambda k: [31.5, -12.25, -140 + heights[k]]
+    write_series(tmp_path / "ct", ct_values(), Grid(SHAPE, affine_of(np.diag([-1, -1, 1]))), **tags)
+    scan = read_scan(tmp_path / "ct")
+    labels = lung_labels(scan.grid.shape)
+    write_labels(labels, tmp_path / "lungs.dcm", scan)
+    volume = highdicom.seg.segread(tmp_path / "lungs.dcm").get_volume(combine_segments=True)
+    spacing = 2.5 * np.cos(np.radians(15)) if kind == "tilted" else 2.5
+    assert volume.spacing_between_slices == pytest.approx(spacing, abs=1e-5)
+    for value in (1, 2):
+        there, meant = places(volume.array, volume.affine, value), places(labels, scan.grid.affine, value) * LPS
+        assert there.shape == meant.shape
+        assert np.allclose(there, meant[np.lexsort(meant.round(2).T)], atol=2e-3)
+    (measures,) = pydicom.dcmread(tmp_path / "lungs.dcm").SharedFunctionalGroupsSequence[0].PixelMeasuresSequence
+    assert measures.SpacingBetweenSlices == pytest.approx(spacing, abs=1e-5)
+
+
 def test_frames_that_begin_inside_a_byte_and_a_single_one(tmp_path: Path) -> None:
     shape = (13, 15, 10)
     write_series(tmp_path / "ct", ct_values(shape), Grid(shape, affine_of()))
