@@ -362,11 +362,11 @@ def _found(arguments: Sequence[str]) -> tuple[list[Found], list[CascadesegError]
     """The scans that the arguments mean, and what is wrong with the others; that is told, and what is passed over."""
     from cascadeseg import outputs
 
-    found, failures, passed_over = outputs.find(arguments)
+    found, failures, lines = outputs.find(arguments)
     for failure in failures:
         complain(str(failure))
-    if passed_over:
-        complain(passed_over)
+    for line in lines:
+        complain(line)
     return found, failures
 
 

@@ -23,6 +23,7 @@ from cascadeseg.formats import (
     stem_of,
     suffix_of,
 )
+from cascadeseg.formats.find import may_be_dicom
 from cascadeseg.formats.names import SLICER_SUFFIX, VOXELS_SUFFIX
 from cascadeseg.geometry import SAME_GRID_MM, Box, Grid
 from cascadeseg.terminal import Progress
@@ -102,9 +103,9 @@ class Found:
     root: Path | None = None
 
 
-def find(arguments: Sequence[str]) -> tuple[list[Found], list[CascadesegError], str]:
-    """The scans that the arguments mean, each once, what is wrong with the other arguments, and a line on what was
-    passed over (empty: nothing was).
+def find(arguments: Sequence[str]) -> tuple[list[Found], list[CascadesegError], list[str]]:
+    """The scans that the arguments mean, each once, what is wrong with the other arguments, and lines on what was
+    passed over, or given as slices of one series.
     """
     found: dict[Path, Found] = {}
     failures: list[CascadesegError] = []
@@ -123,7 +124,37 @@ def find(arguments: Sequence[str]) -> tuple[list[Found], list[CascadesegError], 
     left = [file for file in passed if followed(file) not in found]
     files = "a file in a subfolder was" if len(left) == 1 else f"{len(left)} files in subfolders were"
     line = f"{files} passed over; if they are scans, give their folders too, such as {left[0].parent}" if left else ""
-    return list(found.values()), failures, line
+    scans_once, lines = _each_series_once(list(found.values()))
+    return scans_once, failures, [line, *lines] if line else lines
+
+
+def _each_series_once(scans: list[Found]) -> tuple[list[Found], list[str]]:
+    """The scans without those that are slices of a series of which an earlier one is a slice, and a line on each such
+    series: a shell makes all of them of ``series/*.dcm``, and of each the whole series would be read.
+    """
+    beside: dict[Path, list[Path]] = {}
+    for scan in (found.scan for found in scans if found.root is None):
+        if scan.is_file() and may_be_dicom(scan):
+            beside.setdefault(followed(scan.parent), []).append(scan)
+    extra: set[Path] = set()
+    lines: list[str] = []
+    for files in beside.values():
+        for slices in _by_series(files) if len(files) > 1 else []:
+            first, *rest = slices
+            extra |= {*rest}
+            if rest:
+                lines.append(f"{first} and {len(rest)} more are slices of one series, which is one scan")
+    return [found for found in scans if found.scan not in extra], lines
+
+
+def _by_series(files: Sequence[Path]) -> list[list[Path]]:
+    """Those files of a folder that are single slices, by their series."""
+    from cascadeseg.formats.dicom import series_of_slices
+
+    of_series: dict[str, list[Path]] = {}
+    for file, uid in series_of_slices(files).items():
+        of_series.setdefault(uid, []).append(file)
+    return list(of_series.values())
 
 
 def _header_of(scan: Path) -> Path:

@@ -42,7 +42,7 @@ from cascadeseg.formats import LABEL_SUFFIXES, MASK_SUFFIXES, Scan, read, read_l
 from cascadeseg.geometry import Box, Grid, canonical_view
 from cascadeseg.labels import LUNGS
 from cascadeseg.outputs import check_folder
-from tests.formats.dicom_series import write_series
+from tests.formats.dicom_series import write_enhanced, write_series
 
 SHAPE = (24, 20, 16)
 
@@ -516,6 +516,28 @@ def test_a_scan_named_twice_is_done_once(tmp_path: Path, capsys: pytest.CaptureF
     scan = make_scan(tmp_path / "in" / "a.nii.gz")
     assert run("infer", scan, tmp_path / "in", "-o", tmp_path / "out") == 0
     assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+def test_slices_of_a_series_are_that_series_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a shell makes of ``ct/*.dcm``; another series in the folder, a volume and a mask stay scans of their own."""
+    folder, grid = tmp_path / "ct", Grid.axis_aligned(SHAPE, (2, 2, 5))
+    write_series(folder, two_boxes(), grid)
+    slices = sorted(folder.iterdir())
+    assert run("check", *slices) == 0
+    told = capsys.readouterr()
+    line = f"cascadeseg: {slices[0]} and {len(slices) - 1} more are slices of one series, which is one scan\n"
+    assert told.err.count(line) == 1
+    write_series(folder, two_boxes(), grid, name="other{:03d}")
+    for name in ("frames.dcm", "frames2.dcm"):
+        write_enhanced(folder / name, two_boxes(), grid)
+    (folder / "zz.dcm").touch()
+    assert run("infer", *sorted(folder.iterdir()), "-o", tmp_path / "out") == 3
+    told = capsys.readouterr()
+    assert told.err.count("slices of one series, which is one scan") == 2
+    made = ["frames2_lungs.nii.gz", "frames_lungs.nii.gz", "other001_lungs.nii.gz", "slice001_lungs.nii.gz"]
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == made
+    assert f"{folder / 'zz.dcm'}: a file " in told.err
+    assert "1 of 5 scans failed" in told.err
 
 
 def test_one_missing_scan_of_several(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

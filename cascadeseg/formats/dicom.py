@@ -85,6 +85,20 @@ def read_dicom(path: Path, series: str | None = None, before: Before = nothing) 
         return replace(outline, voxels=_volume(stack, outline))
 
 
+def series_of_slices(files: Sequence[Path]) -> dict[Path, str]:
+    """Of those files that are single CT slices, for which `read_dicom` reads their series, its SeriesInstanceUID."""
+
+    def own_series(file: Path) -> str | None:
+        try:
+            slices = looked_into(source_of(file)).slices
+        except ScanError:  # told when it is read
+            return None
+        return slices[0].series.uid if len(slices) == 1 else None
+
+    with lenient_dicom(), ThreadPoolExecutor(READERS) as pool:
+        return {file: uid for file, uid in zip(files, pool.map(own_series, files), strict=True) if uid is not None}
+
+
 def _looked_into(sources: Sequence[Source]) -> list[Found]:
     with ThreadPoolExecutor(READERS) as pool:
         return list(pool.map(looked_into, sources))

@@ -54,7 +54,7 @@ def _scans_in(folder: Path, passed_over: Callable[[Path], object]) -> list[Path]
     deeper: list[Path] = []
     for below, held in _folders(folder, {folder.resolve(), *folder.resolve().parents}):
         unread = held == [below]
-        first = below if unread else next((child for child in held if _is_file(child) and _may_be_dicom(child)), None)
+        first = below if unread else next((child for child in held if _is_file(child) and may_be_dicom(child)), None)
         dicom += [(below, first)] if first is not None else []
         deeper += [file for file in _volumes(held) if not is_mask_name(file)] if below != folder else []
     scans += _studies(dicom)
@@ -117,7 +117,8 @@ def _folders(folder: Path, entered: set[Path]) -> Iterator[tuple[Path, list[Path
                 yield child, [child]
 
 
-def _may_be_dicom(file: Path) -> bool:
+def may_be_dicom(file: Path) -> bool:
+    """Whether a file that is there is DICOM by its suffix or, where it has no scan's, by its first bytes."""
     if file.name.upper() == DICOM_DIRECTORY:
         return False
     if suffix_of(file) in SCAN_SUFFIXES:
