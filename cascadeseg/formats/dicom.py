@@ -40,7 +40,7 @@ from cascadeseg.formats.dicom_pixels import values_reader
 from cascadeseg.formats.dicom_stack import Layer, Stack, stacks_of
 from cascadeseg.formats.find import DICOM_DIRECTORY
 from cascadeseg.formats.memory import refuse_oversized
-from cascadeseg.formats.names import DICOM_SUFFIXES
+from cascadeseg.formats.names import DICOM_SUFFIXES, is_not_dicom, suffix_of
 from cascadeseg.formats.placement import checked_grid, checked_spacing
 from cascadeseg.formats.scan import Before, DicomSeries, Scan, hollow, nothing
 
@@ -66,7 +66,8 @@ def read_dicom(path: Path, series: str | None = None, before: Before = nothing) 
     path = path.parent if path.name.upper() == DICOM_DIRECTORY and path.is_file() else path
     with lenient_dicom(), sources_of(path) as sources:
         if not sources:
-            raise ScanError(path, "an empty folder", "a folder of DICOM files")
+            kind = "folder" if path.is_dir() else "zip"
+            raise ScanError(path, f"an empty {kind}", f"a {kind} of DICOM files")
         files = _looked_into(sources)
         slices = _slices(files)
         odd: list[str] = []
@@ -169,9 +170,14 @@ def _counted(files: Sequence[Found]) -> str:
 
 def _no_ct(path: Path, files: Sequence[Found]) -> ScanError:
     dicom = [file for file in files if file.kind not in NO_DICOM]
+    if not dicom and not path.is_dir() and suffix_of(path) == ".zip":
+        volume = next((file.problem for file in files if is_not_dicom(file.problem)), "")
+        remedy = f"unpack it and give what is in it, such as {volume}" if volume else ""
+        return ScanError(path, "a zip without DICOM", "a zip of a DICOM series", remedy)
     if not dicom:
-        what = "a folder" if path.is_dir() else "a file"
-        return ScanError(path, f"{what} without DICOM", "a DICOM CT series, NIfTI, MHA/MHD or NRRD")
+        is_empty = not path.is_dir() and files[0].kind == EMPTY
+        found = "a file of 0 bytes" if is_empty else f"a {'folder' if path.is_dir() else 'file'} without DICOM"
+        return ScanError(path, found, "a DICOM CT series, NIfTI, MHA/MHD or NRRD")
     return ScanError(path, f"no CT slices; found {_counted(dicom)}", "a CT series")
 
 
@@ -190,7 +196,9 @@ def _chosen(stacks: list[Stack], series: str | None, path: Path) -> tuple[Stack,
     if others:
         left = "; ".join(_named(other) for other in others[:NAMED_SERIES])
         left += f"; and {len(others) - NAMED_SERIES} more" if len(others) > NAMED_SERIES else ""
-        odd.append(f"several CT series: took the largest, {_named(stack)}; left {left}; see --series")
+        is_alone = all(np.prod(other.shape) < np.prod(stack.shape) for other in others)
+        which = "the largest" if is_alone else "one of the largest"
+        odd.append(f"several CT series: took {which}, {_named(stack)}; left {left}; see --series")
     return stack, odd
 
 

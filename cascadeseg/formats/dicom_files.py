@@ -243,8 +243,10 @@ def looked_into(source: Source) -> Found:
         stream = source.open()
     except FileNotFoundError:
         return Found(NO_FILE, problem=source.name)
+    except PermissionError as problem:
+        raise ScanError(source.name, "no permission to read it", "", "ask its owner for it") from problem
     except (OSError, RuntimeError, zipfile.BadZipFile) as problem:  # RuntimeError: a zip with a password
-        raise ScanError(source.name, f"cannot be read ({problem})") from problem
+        raise ScanError(source.name, f"cannot be read ({getattr(problem, 'strerror', None) or problem})") from problem
     with stream:
         try:
             start = stream.read(132)

@@ -211,6 +211,22 @@ def test_a_zip(tmp_path: Path) -> None:
         read_scan(tmp_path / "cut.zip")
 
 
+def test_zips_without_dicom(tmp_path: Path) -> None:
+    def zipped(*names: str) -> Path:
+        with zipfile.ZipFile(tmp_path / "scan.zip", "w") as archive:
+            for name in names:
+                archive.writestr(name, "x")
+        return tmp_path / "scan.zip"
+
+    with pytest.raises(ScanError, match=r"scan\.zip: an empty zip; expected a zip of DICOM files$"):
+        read_scan(zipped())
+    with pytest.raises(ScanError, match=r"scan\.zip: a zip without DICOM; expected a zip of a DICOM series$"):
+        read_scan(zipped("notes.txt"))
+    remedy = r"unpack it and give what is in it, such as p1/ct\.nii\.gz"
+    with pytest.raises(ScanError, match=rf"a zip without DICOM; expected a zip of a DICOM series; {remedy}$"):
+        read_scan(zipped("notes.txt", "p1/ct.nii.gz"))
+
+
 def test_damaged_zips(tmp_path: Path) -> None:
     shape = (120, 100, 5)  # the first look at a file stops before the end of its pixels
     write_series(tmp_path / "series", ct_values(shape), Grid(shape, GRID.affine), encoding=RLELossless)
@@ -305,6 +321,14 @@ def test_the_largest_series_is_taken_and_the_others_are_named(tmp_path: Path) ->
         ScanError, match=rf"no CT series 9.9; expected one of {lung} \('lung 1.0', 10 slices\); {thick}"
     ):
         read_scan(tmp_path, series="9.9")
+
+
+def test_series_of_one_size_are_each_one_of_the_largest(tmp_path: Path) -> None:
+    second = write_series(tmp_path / "a", ct_values(), GRID, SeriesNumber=3)
+    first = write_series(tmp_path / "b", ct_values(), GRID, SeriesNumber=2)
+    (warning,) = read_scan(tmp_path).warnings
+    named = [f"{uid} (10 slices)" for uid in (first, second)]
+    assert warning == f"several CT series: took one of the largest, {named[0]}; left {named[1]}; see --series"
 
 
 def test_folders_without_ct(tmp_path: Path) -> None:

@@ -121,6 +121,35 @@ def test_an_unreadable_subfolder_is_refused(tmp_path: Path, monkeypatch: pytest.
         read_scan(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("problem", "said"),
+    [
+        (PermissionError(13, "Permission denied"), r"no permission to read it; ask its owner for it"),
+        (OSError(5, "Input/output error"), r"cannot be read \(Input/output error\)"),
+    ],
+)
+def test_an_unreadable_slice_is_refused_in_plain_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: OSError, said: str
+) -> None:
+    write_series(tmp_path, ct_values(), GRID)
+    open_file = Path.open
+
+    def denied(file: Path, *more: Any) -> Any:
+        if file.name == "slice004.dcm":
+            raise problem
+        return open_file(file, *more)
+
+    monkeypatch.setattr(Path, "open", denied)
+    with pytest.raises(ScanError, match=rf"slice004\.dcm: {said}$"):
+        read_scan(tmp_path)
+
+
+def test_a_file_of_0_bytes(tmp_path: Path) -> None:
+    (tmp_path / "a.dcm").touch()
+    with pytest.raises(ScanError, match=r"a\.dcm: a file of 0 bytes; expected a DICOM CT series, NIfTI, .* or NRRD$"):
+        read_scan(tmp_path / "a.dcm")
+
+
 @pytest.mark.parametrize("encoding", [ImplicitVRLittleEndian, ExplicitVRLittleEndian, ExplicitVRBigEndian])
 def test_files_that_do_not_say_their_encoding(tmp_path: Path, encoding: str) -> None:
     write_series(tmp_path, ct_values(), GRID, encoding=encoding, name="{:03d}")
