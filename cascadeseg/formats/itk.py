@@ -84,6 +84,8 @@ def read_itk(path: Path, suffix: str, volume: int | None = None, before: Before 
     """
     SimpleITK.ProcessObject.SetGlobalWarningDisplay(False)  # what matters of them is told by our own checks
     data, odd = (metaimage if IMAGE_IO[suffix] == "MetaImageIO" else nrrd).checked_header(path)
+    if data:
+        _check_files(path, data)
     reader = SimpleITK.ImageFileReader()
     reader.SetImageIO(IMAGE_IO[suffix])
     try:
@@ -110,7 +112,9 @@ def read_itk(path: Path, suffix: str, volume: int | None = None, before: Before 
             reader.SetExtractIndex([0, 0, 0, *map(int, np.unravel_index(index, rest, order="F"))])
         image = reader.Execute()
     except RuntimeError as problem:
-        raise ScanError(path, f"not a readable {suffix[1:]} file ({_reason(problem)})") from problem
+        reason = _reason(problem)
+        unreadable = ScanError(path, f"not a readable {suffix[1:]} file ({reason})")
+        raise nrrd.refusal(path, reason) or unreadable from problem
     return scan_of_image(image, str(path)).warned(*odd)
 
 
@@ -187,6 +191,17 @@ def _direction3(image: Any) -> tuple[float, ...]:
     n = image.GetDimension()
     matrix = np.reshape(image.GetDirection(), (n, n))[:3, :3]
     return tuple(map(float, matrix.ravel()))
+
+
+def _check_files(path: Path, data: packed.Data) -> None:
+    """Raises ScanError if a file of the data is not there, or holds less than the header promises."""
+    for file in data.files:
+        if not file.is_file():
+            found = f"its data file {file.name} is missing"
+            raise ScanError(path, found, "header and data side by side, as they were written")
+        held = file.stat().st_size - data.start
+        if held < data.stored:
+            raise packed.cut_short(path, file, f"{max(held, 0):,} of {data.stored:,} bytes of data")
 
 
 def _check_kind(components: int, where: object) -> None:

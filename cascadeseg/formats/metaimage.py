@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 
 from cascadeseg.errors import ScanError
-from cascadeseg.formats.packed import Data, cut_short
+from cascadeseg.formats.packed import Data
 from cascadeseg.formats.placement import NO_PLACE, NO_SPACING, refuse_other_units
 
 HEADER_BYTES = 1 << 16
@@ -24,17 +24,10 @@ def checked_header(path: Path) -> tuple[Data, tuple[str, ...]]:
     """Where a MetaImage's header says that its voxels are, and what is odd about it.
 
     Raises:
-        ScanError: it is no MetaImage, or the data that it promises are not all there.
+        ScanError: it is no MetaImage, its header is damaged, or its lengths are not in millimetres.
     """
     fields, end = _fields(path)
     data = _data(path, fields, end)
-    for file in data.files:
-        if not file.is_file():
-            found = f"its data file {file.name} is missing"
-            raise ScanError(path, found, "header and data side by side, as they were written")
-        held = file.stat().st_size - data.start
-        if held < data.stored:
-            raise cut_short(path, file, f"{held:,} of {data.stored:,} bytes of data")
     refuse_other_units([fields.get("DistanceUnits", "")], path)
     placed = {"TransformMatrix", "Orientation", "Rotation"} & set(fields)
     spaced = {"ElementSpacing", "ElementSize"} & set(fields)

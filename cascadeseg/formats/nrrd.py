@@ -1,6 +1,7 @@
 """The text header of a NRRD (``.nrrd``, ``.nhdr``), looked at before ITK reads the file.
 
-ITK meets a missing spacing, lengths in another unit than millimetres and axes of no anatomy with silence.
+ITK meets a missing spacing, lengths in another unit than millimetres and axes of no anatomy with silence, and damage
+with words from inside its reader, at times with the file's bytes in them: `refusal` says what they mean.
 Of a 3D Slicer segmentation (``.seg.nrrd``) the header also says what its labels are, in pairs ``key:=value``.
 """
 
@@ -15,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cascadeseg.errors import ScanError
-from cascadeseg.formats.packed import Data
+from cascadeseg.formats.packed import COPY_AGAIN, Data
 from cascadeseg.formats.placement import NO_PLACE, NO_SPACING, refuse_other_units
 from cascadeseg.geometry import bounding_box
 from cascadeseg.labels import ANATOMICAL_STRUCTURE, LUNG, LUNGS, Label
@@ -23,17 +24,30 @@ from cascadeseg.labels import ANATOMICAL_STRUCTURE, LUNG, LUNGS, Label
 HEADER_BYTES = 1 << 16
 NOT_TURNED = ("right-anterior-superior-time", "rast", "left-anterior-superior-time", "last")
 """Spaces that ITK takes for LPS, though it knows them without the time."""
+MAGIC = b"NRRD000"
+ITEM_BYTES = {
+    **dict.fromkeys(("char", "int8"), 1),
+    **dict.fromkeys(("short", "int16"), 2),
+    **dict.fromkeys(("int", "int32", "float"), 4),
+    **dict.fromkeys(("long long", "longlong", "int64", "double"), 8),
+}
+"""By the names of types, without their sign and what else C has in them."""
+SIGN_AND_REST = re.compile(r"^(un)?signed |^u| int$|_t$")
+READER_WORDS = re.compile(r"\[nrrd\] (\w+): (.*)")
+"""Of NrrdIO: the function that failed, and why."""
+REASON_LENGTH = 80
 SEGMENT_PAIR = re.compile(rb"^Segment(\d+)_(Name|LabelValue):=(.*?)\r?$", re.MULTILINE)
 
 
 def checked_header(path: Path) -> tuple[Data | None, tuple[str, ...]]:
-    """Where a NRRD's gzipped voxels lie, and what is odd about its header; what makes it unreadable is left to ITK.
+    """Where a NRRD's voxels lie, and what is odd about its header; most of what makes it unreadable is left to ITK.
 
     Returns:
-        The data if they are gzipped and in one file, None of others; and the remarks.
+        The data if they are raw or gzipped and in one file, None of others; and the remarks.
 
     Raises:
-        ScanError: its lengths are not in millimetres, or its axes are such as ITK takes for others.
+        ScanError: it is no NRRD, its header is cut short, its lengths are not in millimetres, or its axes are such as
+            ITK takes for others.
     """
     fields, end = _fields(path)
     for field in ("space units", "units"):
@@ -47,7 +61,7 @@ def checked_header(path: Path) -> tuple[Data | None, tuple[str, ...]]:
     placed = "superior" in space or space[:3] in ("ras", "las", "lps")
     spaced = vectors >= 3 or len(numbers) >= 3
     odd = (*(() if placed else (NO_PLACE,)), *(() if spaced else (NO_SPACING,)))
-    return _packed_data(path, fields, end), odd
+    return _data(path, fields, end), odd
 
 
 def segment_pairs(labels: npt.NDArray[np.uint8]) -> dict[str, str]:
@@ -106,24 +120,52 @@ def segment_names(path: Path) -> dict[int, str]:
     }
 
 
-def _packed_data(path: Path, fields: dict[str, str], end: int) -> Data | None:
-    """Where gzipped voxels lie; None of data of another encoding, in several files or behind other data."""
+def refusal(path: Path, reason: str) -> ScanError | None:
+    """What NrrdIO's words about a file mean; None of words that are not NrrdIO's."""
+    if not (match := READER_WORDS.search(reason)):
+        return None
+    function, words = match.groups()
+    if "Bzip2" in function:
+        return ScanError(path, "voxels packed by bzip2", "raw or gzipped ones", "write the file again with gzip")
+    if "couldn't open" in words:
+        found = "a data file that its header names is missing"
+        return ScanError(path, found, "header and data side by side, as they were written")
+    if "Encoding" in function or "Skip" in function:
+        found = "the file is cut short, or its voxels are damaged"
+        return ScanError(path, found, "as many voxels as its header says", COPY_AGAIN)
+    shown = "".join(letter for letter in words if letter.isascii() and letter.isprintable())
+    return ScanError(path, f"a damaged NRRD header ({shown[:REASON_LENGTH]})", "", COPY_AGAIN)
+
+
+def _data(path: Path, fields: dict[str, str], end: int) -> Data | None:
+    """Where the voxels lie; None of data of another encoding, in several files or behind other data."""
     fields = {name.replace(" ", ""): value for name, value in fields.items()}  # "data file" is "datafile" as well
-    gzipped = fields.get("encoding", "").lower() in ("gzip", "gz")
+    encoding, sizes = fields.get("encoding", "").lower(), fields.get("sizes", "").split()
     skipping = any(fields.get(field, "0") != "0" for field in ("lineskip", "byteskip"))
-    sizes = fields.get("sizes", "").split()
-    if not gzipped or skipping or not all(size.isdecimal() for size in sizes):
+    counted = bool(sizes) and all(size.isdecimal() for size in sizes)
+    if encoding not in ("raw", "gzip", "gz") or skipping or not counted:
         return None
-    file, start = (path.parent / fields["datafile"], 0) if "datafile" in fields else (path, end)
-    if not file.is_file() or (file == path and not end):
+    named = fields.get("datafile", "")
+    file, start = (path.parent / named, 0) if named else (path, end)
+    several = "%" in named or named.startswith(("LIST", "SKIPLIST"))
+    if (file == path and not end) or (several and not file.is_file()):
         return None
-    return Data([file], start, 0, prod(map(int, sizes)), big_endian=fields.get("endian", "").lower() == "big")
+    count, big_endian = prod(map(int, sizes)), fields.get("endian", "").lower() == "big"
+    if encoding != "raw":
+        return Data([file], start, 0, count, big_endian)
+    kind = SIGN_AND_REST.sub("", fields.get("type", "").lower())
+    return Data([file], start, count * ITEM_BYTES.get(kind, 0), None, big_endian)
 
 
 def _fields(path: Path) -> tuple[dict[str, str], int]:
     """The ``field: value`` lines, and where the empty line ends that the data follow; 0 if there is none."""
     with path.open("rb") as file:
         head = file.read(HEADER_BYTES)
+    if not head:
+        raise ScanError(path, "the file is empty", "a NRRD file", COPY_AGAIN)
+    if not head.startswith(MAGIC):
+        found = "not a NRRD file (it does not start with NRRD and a version)"
+        raise ScanError(path, found, "a NRRD header", "name it as the format that it is in")
     fields: dict[str, str] = {}
     end = 0
     for line in head.splitlines(keepends=True):
@@ -132,4 +174,6 @@ def _fields(path: Path) -> tuple[dict[str, str], int]:
             return fields, end
         name, _, value = os.fsdecode(line).partition(": ")
         fields[name.strip().lower()] = value.strip()
+    if len(head) < HEADER_BYTES and not {"data file", "datafile"} & set(fields):
+        raise ScanError(path, "the file is cut short inside its header", "", COPY_AGAIN)
     return fields, 0

@@ -182,7 +182,8 @@ def test_damaged_itk_files(tmp_path: Path, suffix: str, capfd: pytest.CaptureFix
     path = tmp_path / f"scan{suffix}"
     for content in (b"", b"hello world\n", b"\x00" * 600):
         path.write_bytes(content)
-        assert ": not a " in refusal(path)
+        empty = suffix == ".nrrd" and not content
+        assert refusal(path).startswith(": the file is empty" if empty else ": not a ")
     SimpleITK.WriteImage(itk_image(), str(path), useCompression=True)
     data = tmp_path / "scan.zraw" if suffix == ".mhd" else path
     whole = data.read_bytes()
@@ -259,6 +260,81 @@ def test_damaged_compressed_nrrds(tmp_path: Path, suffix: str, capfd: pytest.Cap
     data.write_bytes(whole[: start + 900])
     assert "is cut short (its compressed data end after " in refusal(path)
     assert capfd.readouterr() == ("", "")
+
+
+def nrrd_header(**changed: str) -> bytes:
+    """The lines of a NRRD's header, without the empty one that ends it; what is changed to nothing is left out."""
+    fields = {
+        "type": "int16",
+        "dimension": "3",
+        "space": "left-posterior-superior",
+        "sizes": "12 14 10",
+        "space directions": "(0.75,0,0) (0,0.8,0) (0,0,2.5)",
+        "endian": "little",
+        "encoding": "raw",
+    } | {name.replace("_", " "): value for name, value in changed.items()}
+    return b"NRRD0005\n" + "".join(f"{name}: {value}\n" for name, value in fields.items() if value).encode()
+
+
+CUT_SHORT = "the file is cut short, or its voxels are damaged; expected as many voxels as its header says; copy or"
+DAMAGED = "a damaged NRRD header "
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "the file is empty; expected a NRRD file; copy or download it again"),
+        (
+            b"\x1f\x8b\x08\x00\xff\xfe\n",
+            "not a NRRD file (it does not start with NRRD and a version); expected a NRRD h",
+        ),
+        (nrrd_header(), "the file is cut short inside its header; copy or download it again"),
+        (
+            nrrd_header() + b"\n" + bytes(1000),
+            "the file is cut short (1,000 of 3,360 bytes of data); copy or download it",
+        ),
+        (nrrd_header(byte_skip="10") + b"\n" + bytes(3360), CUT_SHORT),
+        (nrrd_header(byte_skip="-1") + b"\n" + bytes(1000), CUT_SHORT),
+        (nrrd_header(line_skip="3") + b"\n" + bytes(1000), CUT_SHORT),
+        (nrrd_header(encoding="hex") + b"\n00ff", CUT_SHORT),
+        (nrrd_header(encoding="text") + b"\n1 2 3", CUT_SHORT),
+        (nrrd_header(encoding="bzip2") + b"\n", "voxels packed by bzip2; expected raw or gzipped ones; write the file"),
+        (nrrd_header(data_file="no.raw"), "its data file no.raw is missing; expected header and data side by side"),
+        (nrrd_header(data_file="no.gz", encoding="gzip"), "its data file no.gz is missing; expected header and data s"),
+        (
+            nrrd_header(data_file="n%d.raw 1 10 1"),
+            "a data file that its header names is missing; expected header and d",
+        ),
+        (nrrd_header(data_file="LIST") + b"a.raw\n", f"{DAMAGED}(expected 10 filenames (of 2-D pieces) but got 1); c"),
+        (nrrd_header(sizes="") + b"\n", f"{DAMAGED}(didn't see required field: sizes); copy or download it again"),
+        (nrrd_header(type="\x01\x7f\xe9a") + b"\n", f'{DAMAGED}(couldn\'t parse type "a"); copy or download it again'),
+        (
+            nrrd_header(type="a" * 999) + b"\n",
+            f"{DAMAGED}(couldn't parse type \"{'a' * 59}); copy or download it again",
+        ),
+    ],
+)
+def test_damaged_nrrds(tmp_path: Path, content: bytes, said: str, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "scan.nrrd"
+    path.write_bytes(content)
+    words = refusal(path)
+    assert words.startswith(f": {said}")
+    assert words.isascii()
+    assert words.isprintable()
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("kind", ["uchar", "unsigned char", "int8_t", "ushort", "unsigned short int", "uint16_t"])
+@pytest.mark.parametrize("missing", [0, 1])
+def test_nrrds_cut_short_by_a_byte(tmp_path: Path, kind: str, missing: int) -> None:
+    size = 1680 if "8" in kind or "char" in kind else 3360
+    (tmp_path / "scan.raw").write_bytes(bytes(size - missing))
+    (tmp_path / "scan.nhdr").write_bytes(nrrd_header(type=kind, data_file="scan.raw"))
+    if not missing:
+        assert read_scan(tmp_path / "scan.nhdr").grid.shape == SHAPE
+        return
+    said = f": scan.raw is cut short ({size - 1:,} of {size:,} bytes of data); copy or download it again"
+    assert refusal(tmp_path / "scan.nhdr") == said
 
 
 def test_compressed_metaimages_that_do_not_say_their_size(tmp_path: Path) -> None:
