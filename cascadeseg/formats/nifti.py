@@ -11,7 +11,8 @@ Which affine holds (the package's one rule):
 
 A form that cannot is named in a warning where the other holds. Where both hold and put a corner of the volume more
 than `FORMS_AGREE_MM` apart, a warning names both. ``pixdim`` has to be positive in any case: a header that is broken
-there is refused. A header in metres or micrometres is read in millimetres.
+there is refused. A header in metres or micrometres is read in millimetres; one whose voxels cannot be in its unit, as
+where a program filled it in carelessly, is taken to be in millimetres already, and a warning says so.
 
 Voxels keep the stored type in native byte order. ``.nii.gz`` is unpacked by isal (twice as fast as zlib) into one
 buffer of the exact size; ``.nii`` is memory-mapped, copy on write. ``.hdr``/``.img`` pairs go through nibabel.
@@ -53,6 +54,7 @@ FORMS_AGREE_MM = 1.0
 GZIP_MAGIC = b"\x1f\x8b"
 SINGLE_FILE_MAGIC = {348: b"n+1", 540: b"n+2\0\r\n\x1a\n"}
 MM_PER_UNIT = {1: 1000.0, 2: 1.0, 3: 0.001}
+UNIT_NAMES = {1: "metres", 3: "micrometres"}
 LABEL_INTENT = 1002
 GZIP_CONTAINER = 31  # zlib's wbits: the largest window, in gzip's wrapping
 GZIP_LEVEL = 1  # of isal: 0.6 MB and 0.02 s for a 512x512x320 mask
@@ -255,11 +257,11 @@ _NO_FORM = (
 def form_affine(header: Any, shape: tuple[int, ...], path: object) -> tuple[Affine, tuple[str, ...]]:
     """The affine (voxel index to RAS+ mm) that a header means by the module's rule, and what was odd."""
     pixdim = np.asarray(header["pixdim"][1:4], dtype=np.float64)
-    unit = _mm_per_unit(header, pixdim)
+    unit, careless = _mm_per_unit(header, pixdim)
     checked_spacing(pixdim * unit, path)
     forms = _forms(header)
     if not forms:
-        return _in_mm(np.asarray(header.get_base_affine()), unit), (_NO_FORM,)
+        return _in_mm(np.asarray(header.get_base_affine()), unit), (*careless, _NO_FORM)
     faults = {name: fault for name, affine in forms.items() if (fault := _fault(affine))}
     usable = {name: affine for name, affine in forms.items() if name not in faults}
     if not usable:
@@ -268,7 +270,8 @@ def form_affine(header: Any, shape: tuple[int, ...], path: object) -> tuple[Affi
             raise ScanError(f"{path}, {name}", faults[name], "a rotation, a spacing and an origin", "repair the header")
         checked_grid(shape, _in_mm(affine, unit), f"{path}, {name}")
     name, affine = next(iter(usable.items()))
-    warnings = [f"the {bad} cannot be a voxel grid ({fault}); the {name} was used" for bad, fault in faults.items()]
+    warnings = [*careless]
+    warnings += [f"the {bad} cannot be a voxel grid ({fault}); the {name} was used" for bad, fault in faults.items()]
     apart = _corners_apart_mm(affine, usable.get("qform", affine), shape) * unit
     if apart > FORMS_AGREE_MM:
         said = " and ".join(f"{n} ({_described(a)})" for n, a in usable.items())
@@ -295,11 +298,16 @@ def _forms(header: Any) -> dict[str, Affine]:
     return forms
 
 
-def _mm_per_unit(header: Any, pixdim: npt.NDArray[np.float64]) -> float:
-    """Millimetres per unit of the header; a unit that makes the spacing absurd was filled in carelessly."""
-    unit = MM_PER_UNIT.get(int(header["xyzt_units"]) & 7, 1.0)
+def _mm_per_unit(header: Any, pixdim: npt.NDArray[np.float64]) -> tuple[float, tuple[str, ...]]:
+    """Millimetres per unit of the header; of a unit that makes the spacing absurd 1, and a warning."""
+    code = int(header["xyzt_units"]) & 7
+    unit = MM_PER_UNIT.get(code, 1.0)
     low, high = SPACING_RANGE_MM
-    return unit if all(low <= s * unit <= high for s in pixdim) else 1.0
+    if unit == 1.0 or all(low <= s * unit <= high for s in pixdim):
+        return unit, ()
+    said = " x ".join(f"{s:.4g}" for s in pixdim)
+    name = UNIT_NAMES[code]
+    return 1.0, (f"voxels of {said} {name}, as the header has it, cannot be: they were read as mm; check the spacing",)
 
 
 def _in_mm(affine: Affine, unit: float) -> Affine:

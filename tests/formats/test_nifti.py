@@ -298,14 +298,21 @@ def test_a_header_without_forms_is_read_as_nibabel_does(tmp_path: Path) -> None:
     assert "does not say how the axes lie" in scan.warnings[0]
 
 
-@pytest.mark.parametrize(("code", "factor"), [(1, 0.001), (3, 1000.0)], ids=["metres", "micrometres"])
-def test_units(tmp_path: Path, code: int, factor: float) -> None:
+@pytest.mark.parametrize(("code", "factor", "name"), [(1, 0.001, "metres"), (3, 1000.0, "micrometres")])
+def test_units(tmp_path: Path, code: int, factor: float, name: str) -> None:
     small = affine_of() * factor
     small[3, 3] = 1
     path = saved(tmp_path / "scan.nii.gz", affine=small, xyzt_units=code)
-    assert np.allclose(read_scan(path).grid.affine, affine_of(), rtol=1e-5)
-    careless = saved(tmp_path / "scan.nii.gz", xyzt_units=code)
-    assert np.allclose(read_scan(careless).grid.affine, affine_of(), rtol=1e-5)
+    scan = read_scan(path)
+    assert np.allclose(scan.grid.affine, affine_of(), rtol=1e-5)
+    assert not any("metres" in warning for warning in scan.warnings)
+    said = (
+        f"voxels of 0.75 x 0.8 x 2.5 {name}, as the header has it, cannot be: they were read as mm; check the spacing"
+    )
+    for codes in ({}, {"sform_code": 0, "qform_code": 0}):
+        careless = read_scan(saved(tmp_path / "scan.nii.gz", xyzt_units=code, **codes))
+        assert np.allclose(careless.grid.spacing_mm, SPACING_MM, rtol=1e-5)
+        assert careless.warnings[0] == said
 
 
 def test_pixdim_that_disagrees_with_the_sform_is_told(tmp_path: Path) -> None:
