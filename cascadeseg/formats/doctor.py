@@ -26,6 +26,10 @@ LATTICE = 48
 """Voxels looked at along each axis, about."""
 THICK_MM = 8.0
 FEW_SLICES = 10
+SMALLEST_MM = 100.0
+"""Of the field of view of a chest, of a newborn as well, along its longest side."""
+FINEST_MM = 0.3
+"""Voxels of a chest are no finer; a small field of view of coarser ones is a cut-out of a scan."""
 PADDING_BELOW_HU = -1100.0
 PADDING_SHARE = 0.005
 PADDING_APART_HU = 300.0
@@ -164,8 +168,11 @@ def cut_off_hu(values: Values) -> float | None:
 
 
 def _spacing_oddities(grid: Grid) -> list[str]:
-    """Thick slices and very few of them."""
+    """A field of view that no chest has, thick slices and very few of them."""
     odd = []
+    extent = [n * mm for n, mm in zip(grid.shape, grid.spacing_mm, strict=True)]
+    if max(extent) < SMALLEST_MM and min(grid.spacing_mm) < FINEST_MM:
+        odd.append(f"a field of view of {' x '.join(f'{mm:.3g}' for mm in extent)} mm: is its spacing in cm?")
     if (thickest := max(grid.spacing_mm)) > THICK_MM:
         odd.append(f"voxels of {thickest:.3g} mm are too coarse for a precise mask")
     if (fewest := min(grid.shape)) < FEW_SLICES:

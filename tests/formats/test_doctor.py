@@ -185,6 +185,15 @@ def test_coarse_and_few_slices() -> None:
     assert scan_of(chest()[..., :4], affine_of()).warnings == ("only 4 slices along one axis",)
 
 
+def test_a_field_of_view_that_no_chest_has() -> None:
+    def told(*spacing: float) -> tuple[str, ...]:
+        return scan_of(chest(), np.diag([*spacing, 1])).warnings
+
+    assert told(0.075, 0.08, 0.25) == ("a field of view of 3 x 3.52 x 7.5 mm: is its spacing in cm?",)
+    assert told(0.075, 0.08, 3.4) == ()
+    assert told(0.75, 0.8, 2.5) == (), "a cut-out"
+
+
 def test_reading_adds_what_the_doctor_says(tmp_path: Path) -> None:
     write_scan(ct_values() + np.int16(1024), oblique_grid(), tmp_path / "scan.nii.gz")
     scan = read_scan(tmp_path / "scan.nii.gz")
