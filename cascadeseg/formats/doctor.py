@@ -1,10 +1,10 @@
 """The input doctor: are these values HU, and is the volume one that lungs can be found in?
 
-It looks at about a hundred thousand voxels on a coarse lattice (all of them only for NaN, which a lattice would
-miss), says what is odd in a line each, and repairs what has one cause only: a known offset is undone in the
-intercept, signed values read as unsigned are read again, greys that show lungs become HU by slope and intercept.
-Where a window cut off low values it notes the HU, for the cascade to put something in their place. It changes no voxel
-and refuses nothing.
+It looks at about a hundred thousand voxels on a coarse lattice (at all of them only where they are floating-point
+numbers, for NaN and values that no CT has, which a lattice would miss), says what is odd in a line each, and repairs
+what has one cause only: a known offset is undone in the intercept, signed values read as unsigned are read again, greys
+that show lungs become HU by slope and intercept. Where a window cut off low values it notes the HU, for the cascade to
+put something in their place. It changes no voxel and refuses nothing.
 
 What makes values HU: a CT of any part of the body holds soft tissue near +40, fat near -100 and, outside the body or
 in lungs and bowel, air near -1000. So the rules look for where the low values end and where the bulk lies, never
@@ -14,7 +14,6 @@ for lungs: a leg, a head, an abdomen or a crop of lung passes.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +45,8 @@ LUNG_DEPTH = 0.13
 """Of the way from black to tissue, where lungs lie; in a window of soft tissue fat lies higher."""
 MOST_HU = 8000.0
 """Beyond what metal has."""
+CANNOT_BE_HU = 100_000.0
+"""No CT has as much in a single voxel, whatever its scanner makes of metal."""
 LOST_SIGN = 2**16 - 5000
 """From here on 16 bits may be a negative value whose sign was lost."""
 UNSURE = "the mask may be wrong"
@@ -55,18 +56,23 @@ Values = npt.NDArray[np.float32]
 
 def audit(scan: Scan) -> Scan:
     """The scan with a warning for everything odd about its values and spacing, and a wrong offset or scale undone."""
-    scan = _signed(scan.warned(*_spacing_oddities(scan.grid), *_not_finite(scan.voxels)))
+    lost, highest = _looked_through(scan)
+    scan = _signed(scan.warned(*_spacing_oddities(scan.grid), *_not_finite(lost, scan.voxels.size)))
     everything = _lattice(scan)
     total = everything.size
+    if lost == scan.voxels.size:
+        return scan
     if not total:
-        return scan.warned(f"no voxel holds a number: {UNSURE}")
+        return scan.warned(f"hardly a voxel holds a number: {UNSURE}")
+    highest = max(highest, float(everything.max()))
     values, padding = _without_padding(everything)
     shift = offset_hu(values)
     odd = [
-        f"padding of {level - shift:g} HU ({100 * count / total:.2g} % of the volume) is read as air"
+        f"padding of {level - shift:g} HU ({_per_cent(count, total)} of the volume) is read as air"
         for level, count in padding
         if level - shift < PADDING_BELOW_HU
     ]
+    doubt = ""
     if shift:
         odd.append(f"the values are HU {'plus' if shift > 0 else 'minus'} {abs(shift)}; this was undone")
         scan = replace(scan, intercept=scan.intercept - shift)
@@ -83,6 +89,8 @@ def audit(scan: Scan) -> Scan:
             cut_off += ", those in the body are read as lung"
             scan = replace(scan, floor_hu=floor)
         odd.append(f"{cut_off}: {UNSURE}")
+    if highest > CANNOT_BE_HU and not doubt:
+        odd.append(f"values up to {highest:.4g} HU, which no CT has: {UNSURE}")
     return scan.warned(*odd)
 
 
@@ -143,7 +151,7 @@ def not_hu(values: Values) -> str:
     low, high = float(values.min()), float(values.max())
     span = f"{low:.4g} to {high:.4g}"
     if low == high:
-        return f"every voxel is {low:.4g}"
+        return f"every voxel is {low:.4g}, so there is nothing in it"
     if _are_greys(values):
         return f"values from {span} {'cannot be HU' if high - low < 100 else 'look like an 8-bit picture, not HU'}"
     bright = _share(values, 700, 1100)
@@ -180,14 +188,37 @@ def _spacing_oddities(grid: Grid) -> list[str]:
     return odd
 
 
-def _not_finite(voxels: npt.NDArray[Any]) -> list[str]:
-    """A line about NaN and infinite voxels, all of them counted, a slab at a time."""
-    if voxels.dtype.kind != "f":
-        return []
-    count = sum(int(slab.size - np.isfinite(slab).sum()) for slab in np.moveaxis(voxels, 2, 0))
-    if not count:
-        return []
-    return [f"{count:,} voxels ({count / voxels.size:.2g} of all) are not numbers and are read as air"]
+def _looked_through(scan: Scan) -> tuple[int, float]:
+    """How many voxels are NaN or infinite, and the highest HU of the others; all are looked at, a slab at a time.
+
+    Of whole numbers, which are all finite, none is looked at, and -inf is the highest.
+    """
+    lost, highest = 0, -np.inf
+    for slab in np.moveaxis(scan.voxels, 2, 0) if scan.voxels.dtype.kind == "f" else ():
+        ends = float(slab.min()), float(slab.max())
+        if not np.isfinite(ends).all():
+            finite = slab[np.isfinite(slab)]
+            lost += slab.size - finite.size
+            if not finite.size:
+                continue
+            ends = float(finite.min()), float(finite.max())
+        highest = max(highest, *(scan.slope * end + scan.intercept for end in ends))
+    return lost, highest
+
+
+def _not_finite(lost: int, total: int) -> list[str]:
+    """A line about NaN and infinite voxels."""
+    if lost == total:
+        return [f"no voxel is a number, so there is nothing in it: {UNSURE}"]
+    share = _per_cent(lost, total)
+    return [f"{lost:,} voxels ({share} of all) are not numbers and are read as air"] if lost else []
+
+
+def _per_cent(count: int, total: int) -> str:
+    share = 100 * count / total
+    if share < 0.01:
+        return "under 0.01 %"
+    return f"{share:.0f} %" if share >= 10 else f"{share:.2g} %"
 
 
 def _signed(scan: Scan) -> Scan:

@@ -100,11 +100,59 @@ def test_voxels_that_are_not_numbers_are_counted_and_read_as_air() -> None:
     values = chest().astype(np.float32)
     values[3, 4, 5], values[7, 7, 7], values[1, 1, 1] = np.nan, np.inf, -np.inf
     scan = checked(values)
-    assert scan.warnings == ("3 voxels (5.7e-05 of all) are not numbers and are read as air",)
+    assert scan.warnings == ("3 voxels (under 0.01 % of all) are not numbers and are read as air",)
     assert np.isfinite(scan.hu()).all()
     assert (scan.hu()[3, 4, 5], scan.hu()[7, 7, 7]) == (-1024, -1024)
-    nothing = checked(np.full(SHAPE, np.nan, np.float32))
-    assert nothing.warnings[-1] == "no voxel holds a number: the mask may be wrong"
+
+
+@pytest.mark.parametrize(("slices", "share"), [(1, "3.3 %"), (10, "33 %"), (29, "97 %")])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_the_share_of_voxels_that_are_not_numbers_is_in_per_cent(slices: int, share: str, value: float) -> None:
+    values = chest().astype(np.float32)
+    values[..., :slices] = value
+    assert f"({share} of all) are not numbers" in checked(values).warnings[0]
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_volume_without_a_number(value: float) -> None:
+    nothing = checked(np.full(SHAPE, value, np.float32))
+    assert nothing.warnings == ("no voxel is a number, so there is nothing in it: the mask may be wrong",)
+    some = np.full((100, 100, 20), value, np.float32)
+    some[1, 1, 1] = 40  # where the lattice does not look
+    assert checked(some).warnings == (
+        "199,999 voxels (100 % of all) are not numbers and are read as air",
+        "hardly a voxel holds a number: the mask may be wrong",
+    )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "said"), [("f4", 1e30, "1e+30"), ("f8", 2e5, "2e+05"), ("i4", 2**31 - 1, "2.147e+09")]
+)
+def test_values_that_no_ct_has(dtype: str, value: float, said: str) -> None:
+    values = chest().astype(dtype)
+    values[0, 0, 0] = value
+    assert checked(values).warnings == (f"values up to {said} HU, which no CT has: the mask may be wrong",)
+    values[0, 0, 0] = 90_000
+    assert checked(values).warnings == ()
+
+
+def test_values_that_no_ct_has_beside_others_that_are_odd() -> None:
+    values = chest().astype(np.float32)
+    values[1, 1, 1] = 1e30
+    values[1, 1, 2] = np.nan
+    windowed = np.where(values > 1e5, values, values.clip(-160, 240))
+    assert [line.partition(" ")[0] for line in checked(windowed).warnings] == ["1", "all", "values"]
+    assert len(checked(values[..., ::-1] + 1024).warnings) == 3
+    *_, last = checked(chest().astype(np.float32) * 1e6).warnings
+    assert last.endswith("cannot be HU: the mask may be wrong"), "said once"
+
+
+def test_the_highest_value_of_a_negative_slope() -> None:
+    image = nibabel.Nifti1Image(-chest().astype(np.float32), affine_of())
+    image.dataobj[5, 5, 5] = -1e6
+    image.header.set_slope_inter(-1, 0)
+    image = nibabel.Nifti1Image.from_bytes(image.to_bytes())
+    assert scan_of(image).warnings == ("values up to 1e+06 HU, which no CT has: the mask may be wrong",)
 
 
 def greys(low: int, high: int, white: float, values: np.ndarray | None = None) -> np.ndarray:
@@ -142,7 +190,7 @@ def test_greys_that_are_made_hu_keep_what_the_header_said_of_them() -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        (np.full(SHAPE, 7, np.int16), "every voxel is 7"),
+        (np.full(SHAPE, 7, np.int16), "every voxel is 7, so there is nothing in it"),
         (greys(-160, 240, 1), "values from 0 to 1 cannot be HU"),
         (greys(-160, 240, 255), "values from 0 to 255 look like an 8-bit"),
         ((chest() > -200).astype(np.uint8), "values from 0 to 1 cannot be HU"),
