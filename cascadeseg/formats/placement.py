@@ -35,6 +35,9 @@ NO_SPACING = (
     "check the spacing, every volume in the report comes of it"
 )
 
+WHOLE_SERIES = "give the whole series or stack, not one slice of it"
+"""What to do about a picture."""
+
 
 def volume_shape(dims: tuple[int, ...], volume: int | None, where: object) -> tuple[tuple[int, int, int], int]:
     """The three axes of the wanted volume, and how many volumes lie before it in the file.
@@ -47,8 +50,10 @@ def volume_shape(dims: tuple[int, ...], volume: int | None, where: object) -> tu
     while len(dims) > 3 and dims[-1] == 1:
         dims = dims[:-1]
     named = f"{len(dims)} dimensions ({', '.join(map(str, dims))})"
-    if len(dims) < 3 or any(n < 1 for n in dims):
-        raise ScanError(where, named, "one 3D volume")
+    if any(n < 1 for n in dims):
+        raise ScanError(where, named, "one 3D volume", "the header is damaged")
+    if len(dims) < 3:
+        raise ScanError(where, named, "one 3D volume", WHOLE_SERIES)
     x, y, z, *rest = dims
     count = prod(rest)
     if volume is None and count > 1:

@@ -13,7 +13,7 @@ from cascadeseg.errors import ScanError
 from cascadeseg.formats.doctor import audit
 from cascadeseg.formats.find import looks_like_dicom
 from cascadeseg.formats.names import ITK_SUFFIXES, MASK_SUFFIXES, NIFTI_SUFFIXES, SERIES_SUFFIXES, suffix_of
-from cascadeseg.formats.placement import checked_grid
+from cascadeseg.formats.placement import WHOLE_SERIES, checked_grid
 from cascadeseg.formats.scan import Before, Scan, nothing
 from cascadeseg.geometry import Affine, Grid
 
@@ -79,25 +79,30 @@ def read_labels(path: str | Path) -> tuple[npt.NDArray[Any], Grid]:
     return labels, scan.grid
 
 
-def scan_of(image: Any, affine: npt.ArrayLike | None = None, *, source: str = "array") -> Scan:
+def scan_of(image: Any, affine: npt.ArrayLike | None = None, *, source: str = "") -> Scan:
     """A `Scan` of what is already in memory, without a copy where the memory allows.
 
     Args:
         image: a nibabel image, a SimpleITK image, or an (X, Y, Z) array of HU.
         affine: (4, 4) voxel index to RAS+ mm; needed for an array, and only there.
-        source: what messages and reports call it.
+        source: what messages and reports call it; what kind of image it is if empty.
 
     Raises:
         ScanError: it is not one 3D volume, or its affine cannot be a voxel grid's.
     """
-    kind = type(image).__module__.partition(".")[0]
-    if affine is not None and (kind == "SimpleITK" or hasattr(image, "dataobj")):
+    kind = "array"
+    if type(image).__module__.partition(".")[0] == "SimpleITK":
+        kind = "SimpleITK image"
+    elif hasattr(image, "dataobj"):
+        kind = "nibabel image"
+    source = source or kind
+    if affine is not None and kind != "array":
         raise has_its_own_affine(source)
-    if kind == "SimpleITK":
+    if kind == "SimpleITK image":
         from cascadeseg.formats.itk import scan_of_image
 
         scan = scan_of_image(image, source)
-    elif hasattr(image, "dataobj"):
+    elif kind == "nibabel image":
         from cascadeseg.formats.nifti import scan_of_image as scan_of_nibabel
 
         scan = scan_of_nibabel(image, source)
@@ -123,7 +128,8 @@ def _scan_of_array(array: npt.NDArray[Any], affine: npt.ArrayLike | None, source
         raise ScanError(source, found, "0 0 0 1", "turn it round if it is transposed")
     if array.ndim != 3 or array.dtype.kind not in "iuf" or array.dtype.itemsize > 8:
         found = f"an array of {array.ndim} dimensions {array.shape} of {array.dtype.name}"
-        raise ScanError(source, found, "3 dimensions (X, Y, Z) of whole or floating-point numbers")
+        expected = "3 dimensions (X, Y, Z) of whole or floating-point numbers"
+        raise ScanError(source, found, expected, WHOLE_SERIES if array.ndim < 3 else "")
     grid, warnings = checked_grid(array.shape, matrix, source)
     native_order = array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
     return Scan(native_order, grid, source=source, warnings=warnings)
@@ -183,4 +189,4 @@ def _is_dicom(path: Path) -> bool:
 def _check_size(scan: Scan) -> None:
     if min(scan.grid.shape) < MIN_VOXELS:
         found = f"a volume of {' x '.join(map(str, scan.grid.shape))} voxels"
-        raise ScanError(scan.source, found, f"a 3D scan of at least {MIN_VOXELS} voxels on each axis")
+        raise ScanError(scan.source, found, f"a 3D scan of at least {MIN_VOXELS} voxels on each axis", WHOLE_SERIES)

@@ -7,6 +7,7 @@ import gzip
 import zlib
 from pathlib import Path
 
+import nibabel
 import numpy as np
 import pytest
 import SimpleITK
@@ -312,8 +313,13 @@ def test_an_image_in_memory_is_not_copied_and_outlives_its_owner() -> None:
 
 def test_images_in_memory_that_are_no_scan() -> None:
     image = itk_image()
-    with pytest.raises(ScanError, match="array: 2 dimensions"):
+    said = r"2 dimensions \(12, 14\); expected one 3D volume; give the whole series or stack, not one slice of it$"
+    with pytest.raises(ScanError, match=f"^SimpleITK image: {said}"):
         scan_of(image[:, :, 3])
+    with pytest.raises(ScanError, match=f"^nibabel image: {said}"):
+        scan_of(nibabel.Nifti1Image(ct_values()[..., 3], np.eye(4)))
+    with pytest.raises(ScanError, match=f"^phantom: {said}"):
+        scan_of(image[:, :, 3], source="phantom")
     with pytest.raises(ScanError, match="phantom: 3 numbers per voxel"):
         scan_of(SimpleITK.Compose([image] * 3), source="phantom")
     assert scan_of(SimpleITK.JoinSeries([image])).voxels.shape == SHAPE

@@ -121,8 +121,17 @@ def test_not_three_dimensions(tmp_path: Path, dims: tuple[int, ...]) -> None:
     full = [len(dims), *dims] + [1] * (7 - len(dims))
     path = saved(tmp_path / "scan.nii.gz", dim=full)
     words = refusal(path)
-    named = f"{len(dims)} dimensions ({', '.join(map(str, dims))})"
-    assert named in words or f"a volume of {' x '.join(map(str, dims))} voxels; expected a 3D scan" in words
+    named = f": {len(dims)} dimensions ({', '.join(map(str, dims))}); expected one 3D volume; "
+    flat = f": a volume of {' x '.join(map(str, dims))} voxels; expected a 3D scan of at least 2 voxels on each axis; "
+    remedy = "the header is damaged" if min(dims) < 1 else "give the whole series or stack, not one slice of it"
+    assert words in (named + remedy, flat + remedy)
+
+
+@pytest.mark.parametrize("suffix", [".mha", ".nrrd"])
+def test_a_picture_of_itk(tmp_path: Path, suffix: str) -> None:
+    SimpleITK.WriteImage(itk_image()[:, :, 4], str(tmp_path / f"scan{suffix}"))
+    said = ": 2 dimensions (12, 14); expected one 3D volume; give the whole series or stack, not one slice of it"
+    assert refusal(tmp_path / f"scan{suffix}") == said
 
 
 def test_a_damaged_dim(tmp_path: Path) -> None:
@@ -446,6 +455,10 @@ def test_arrays_that_are_no_scan() -> None:
         scan_of(ct_values(), np.eye(3), source="x")
     with pytest.raises(ScanError, match=r"an array of 4 dimensions \(12, 14, 10, 1\)"):
         scan_of(ct_values()[..., None], np.eye(4))
+    with pytest.raises(
+        ScanError, match=r"of 2 dimensions \(12, 14\) of int16; expected .*; give the whole series or stack"
+    ):
+        scan_of(ct_values()[..., 0], np.eye(4))
     with pytest.raises(ScanError, match="of complex64; expected 3 dimensions"):
         scan_of(ct_values().astype(np.complex64), np.eye(4))
     with pytest.raises(ScanError, match="a volume of 12 x 14 x 1 voxels"):
