@@ -375,7 +375,7 @@ def _run_infer(options: argparse.Namespace) -> int:
 
     _check_device(options.device)
     found, failures = _found(options.scans)
-    several = len(options.scans) > 1 or len(found) + len(failures) > 1
+    several = len(found) + len(failures) > 1
     table = _Table(Path(options.csv), options) if options.csv else None
     wishes = outputs.Wishes(
         output=options.output,

@@ -527,6 +527,8 @@ def test_slices_of_a_series_are_that_series_once(tmp_path: Path, capsys: pytest.
     told = capsys.readouterr()
     line = f"cascadeseg: {slices[0]} and {len(slices) - 1} more are slices of one series, which is one scan\n"
     assert told.err.count(line) == 1
+    assert run("infer", *slices, "-o", tmp_path / "one.nii.gz") == 0, "one scan may have one file"
+    capsys.readouterr()
     write_series(folder, two_boxes(), grid, name="other{:03d}")
     for name in ("frames.dcm", "frames2.dcm"):
         write_enhanced(folder / name, two_boxes(), grid)
