@@ -37,6 +37,8 @@ TRAIN_EXAMPLES = """examples, which need no data:
   cascadeseg train --stage 2 -o runs/two --set locator=runs/one/model optimisation.steps=5000
   cascadeseg train --stage 2 -o runs/two --resume
 """
+READABLE_HU = 1e7
+"""Numbers from here on are told by their powers of ten."""
 DEVICES = re.compile(r"auto|cpu|cuda|cuda:\d+|mps")
 
 
@@ -513,26 +515,28 @@ def _run_check(options: argparse.Namespace) -> int:
 
 def _examined(path: Path, scan: Scan, plan: Plan) -> str:
     """What the input doctor says about a scan, and what it takes to segment it."""
-    low, high = _hu_range(scan)
     lines = [
         f"{path}: usable{', but odd' if scan.warnings else ''}",
         f"  {batch.geometry(scan)}",
-        f"  {scan.voxels.dtype.name} values, {low:,.0f} to {high:,.0f} HU",
+        f"  {scan.voxels.dtype.name} values, {_hu_range(scan)}",
         f"  infer takes {plan}",
         *(f"  odd: {warning}" for warning in scan.warnings),
     ]
     return "\n".join(lines)
 
 
-def _hu_range(scan: Scan) -> tuple[float, float]:
-    """The lowest and highest HU, slice by slice: no float copy of a whole scan."""
+def _hu_range(scan: Scan) -> str:
+    """The lowest and highest HU in words, looked for slice by slice: no float copy of a whole scan."""
     import numpy as np
 
     from cascadeseg.geometry import canonical_view
 
     slices = np.moveaxis(canonical_view(scan.voxels, scan.grid), 2, 0)
     ends = [scan.slope * float(value) + scan.intercept for s in slices for value in _finite_ends(s)]
-    return (min(ends), max(ends)) if ends else (float("nan"), float("nan"))
+    if not ends:
+        return "none of them a number"
+    low, high = (f"{end:,.0f}" if abs(end) < READABLE_HU else f"{end:.3g}" for end in (min(ends), max(ends)))
+    return f"{low} to {high} HU"
 
 
 def _finite_ends(values: Any) -> list[float]:

@@ -1420,6 +1420,24 @@ def test_check_describes_a_scan(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert err == ""
 
 
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (1e30, "float32 values, -1,000 to 1e+30 HU\n"),
+        (np.nan, "float32 values, none of them a number\n"),
+    ],
+)
+def test_check_tells_values_that_are_no_hu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], value: float, words: str
+) -> None:
+    voxels = np.full(SHAPE, value, np.float32)
+    if np.isfinite(value):
+        voxels[2:] = -1000
+    nibabel.save(nibabel.Nifti1Image(voxels, np.diag([2, 2, 5, 1])), tmp_path / "a.nii.gz")
+    assert run("check", tmp_path / "a.nii.gz") == 0
+    assert words in capsys.readouterr().out
+
+
 def test_check_of_another_model_or_device(refused: Refused) -> None:
     scan = make_scan(Path("a.nii.gz"))
     refused(["check", scan, "--model", "broken"], "broken: no readable model.json")
