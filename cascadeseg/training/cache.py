@@ -46,6 +46,8 @@ from cascadeseg.training.config import TrainingConfig
 
 Kind = Literal["cases", "whole"]
 WAIT_S = 0.2
+SIGNAL_S = 2.0
+"""So long a signal that is meant for the whole run may take to reach it after its workers."""
 KILLED = "a process that prepares cases ran out of memory or was killed"
 WHOLE_SPACING = 1.5
 """Synthetic patients held out from stage 2 are scanned at this times its spacing, as thin clinical slices are."""
@@ -140,6 +142,10 @@ class CaseStore:
             except Exception as error:
                 if not (isinstance(error, BrokenProcessPool) or is_out_of_memory(error)):
                     raise
+                patient_until = time.monotonic() + SIGNAL_S
+                while time.monotonic() < patient_until:
+                    time.sleep(WAIT_S)
+                    self._check()
                 found = f"{patient.key}: {KILLED}"
                 raise ConfigError("data.workers", found, "", "lower it (--set data.workers=1)") from error
         failure = _failure(record)

@@ -290,7 +290,8 @@ def _log(run: Run, quiet: bool) -> Log:
         patients = f"{len(run.data.training)} patients to train on, {len(run.data.validation)} to validate with"
         precision = training_precision(numbers, run.fabric.device)
         where = f"{run.fabric.device.type} ({precision})"
-        log.tell(f"{title} on {where}: {patients}; kept in {run.output}")
+        begins = f"goes on after step {run.state.step}" if run.state.step else "begins with the first step"
+        log.tell(f"{title} on {where}: {patients}; kept in {run.output}; {begins}")
     usable, alone = processors(), run.fabric.device.type == "cpu" and run.fabric.world_size == 1
     if alone and torch.get_num_threads() == 1 < usable:
         remedy = f"unset OMP_NUM_THREADS, or set it to {usable}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,8 @@ from cascadeseg.training.state import Relief
 
 T = TypeVar("T")
 WAIT_S = 0.2
+SAME_SIGNAL_S = 1.0
+"""`timeout` and schedulers send one signal twice, to the process and to its group."""
 
 
 class Stopped(Exception):  # noqa: N818 (it is no error)
@@ -23,7 +26,7 @@ class Stop:
     """Whether the run is to end before its last step: by a signal, or because its time is up.
 
     A signal only leaves a note, and the loop ends after the step under way: a checkpoint never holds half a step. The
-    second one interrupts at once.
+    second one interrupts at once, but not what comes within `SAME_SIGNAL_S`.
     """
 
     def __init__(self, time_limit_s: float | None = None) -> None:
@@ -48,9 +51,13 @@ class Stop:
     def listening(self) -> Iterator[None]:
         """SIGTERM (a scheduler's time limit) and Ctrl-C are heard here; only in the main thread can they be."""
 
+        first = math.inf
+
         def note(signum: int, frame: object) -> None:
-            if self.interrupted:
+            nonlocal first
+            if time.monotonic() > first + SAME_SIGNAL_S:
                 raise KeyboardInterrupt
+            first = min(first, time.monotonic())
             self.interrupted = True
 
         try:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from multiprocessing import active_children
 from multiprocessing.connection import wait
 from pathlib import Path
-from threading import Event
+from threading import Event, Timer
 from types import SimpleNamespace
 
 import numpy as np
@@ -646,6 +646,21 @@ def test_a_worker_that_is_killed_is_told_in_one_line(tmp_path):
         store.names(patient)
     found = "synthetic_000001: a process that prepares cases ran out of memory or was killed"
     assert str(caught.value) == f"data.workers: {found}; lower it (--set data.workers=1)"
+    store.close()
+
+
+def test_a_signal_that_reaches_the_workers_before_the_run_ends_it_all_the_same(tmp_path):
+    config = replace(stage1("synthetic"), view=View(1.0))
+    patient = SyntheticPatient(1, "default", LabelNames())
+    before = set(active_children())
+    stop = Stop()
+    store = CaseStore(tmp_path, config, [(patient, "cases")], stopped=stop.check)
+    (worker,) = set(active_children()) - before
+    worker.terminate()
+    wait([worker.sentinel])
+    Timer(0.3, setattr, (stop, "interrupted", True)).start()
+    with pytest.raises(Stopped):
+        store.names(patient)
     store.close()
 
 

@@ -25,7 +25,7 @@ from cascadeseg.errors import ConfigError, DeviceError, ModelError, OutputError,
 from cascadeseg.formats import read_labels
 from cascadeseg.labels import LUNGS
 from cascadeseg.network import UNet, UNetConfig, View, load_model
-from cascadeseg.training import loop, step, validation
+from cascadeseg.training import loop, prefetch, step, validation
 from cascadeseg.training.cache import CaseStore
 from cascadeseg.training.config import LabelNames, TrainingConfig
 from cascadeseg.training.log import Log
@@ -182,6 +182,24 @@ def test_a_signal_ends_the_run_after_the_step_under_way(recipe, tmp_path, monkey
     monkeypatch.undo()
     run(recipe(save_every=100), tmp_path, resume=True)
     assert load_model(tmp_path / "model").notes["stage1_steps"] == 6
+
+
+def test_the_second_signal_interrupts_at_once_unless_it_is_the_first_sent_twice(monkeypatch):
+    stop = prefetch.Stop()
+    with stop.listening():
+        for _ in range(2):
+            signal.raise_signal(signal.SIGTERM)
+        assert stop.interrupted
+        monkeypatch.setattr(prefetch, "SAME_SIGNAL_S", -1.0)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_run_says_whether_it_begins_or_goes_on(recipe, tmp_path, capsys):
+    train(recipe(), tmp_path, device="cpu", resume=True, stop_after=3)
+    assert f"kept in {tmp_path}; begins with the first step" in capsys.readouterr().err
+    train(recipe(), tmp_path, device="cpu", resume=True)
+    assert f"kept in {tmp_path}; goes on after step 3" in capsys.readouterr().err
 
 
 def test_a_step_that_cannot_be_made_leaves_a_checkpoint_of_the_steps_before_it(recipe, tmp_path, monkeypatch):
