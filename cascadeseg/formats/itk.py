@@ -122,6 +122,8 @@ def scan_of_image(image: Any, source: str) -> Scan:
     """A 3D SimpleITK image as a `Scan`: a view of its buffer, which the view keeps alive."""
     shape, _ = volume_shape(image.GetSize(), None, source)
     _check_kind(image.GetNumberOfComponentsPerPixel(), source)
+    if image.GetPixelID() not in VOXEL_TYPES:  # of a LabelMap ITK would end the process, of complex numbers take a half
+        raise ScanError(source, f"voxels of type {image.GetPixelIDTypeAsString()}", "one number per voxel, in HU")
     if (extra := image.GetDimension() - 3) > 0:
         image = SimpleITK.Extract(image, [*shape, *[0] * extra], [0] * (3 + extra))
     geometry = ItkGeometry.of_image(image)

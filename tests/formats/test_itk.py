@@ -322,4 +322,7 @@ def test_images_in_memory_that_are_no_scan() -> None:
         scan_of(image[:, :, 3], source="phantom")
     with pytest.raises(ScanError, match="phantom: 3 numbers per voxel"):
         scan_of(SimpleITK.Compose([image] * 3), source="phantom")
+    for kind in (SimpleITK.sitkLabelUInt8, SimpleITK.sitkComplexFloat32):
+        with pytest.raises(ScanError, match=r"^SimpleITK image: voxels of type .+; expected one number per voxel"):
+            scan_of(SimpleITK.Image([5, 5, 5], kind))
     assert scan_of(SimpleITK.JoinSeries([image])).voxels.shape == SHAPE
