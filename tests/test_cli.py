@@ -685,6 +685,22 @@ def test_resume_keeps_a_mask_that_is_there(
     assert not Path("p.png").exists()
 
 
+def test_resume_keeps_a_segmentation_that_another_program_encoded(
+    refused: Refused, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_scan_at(Path("ct"), 0)
+    assert run("infer", "ct", "-o", "lungs.dcm") == 0
+    capsys.readouterr()
+    for name, value in (("PerFrameFunctionalGroupsSequence", None), ("PixelData", bytes(8))):
+        other = pydicom.dcmread("lungs.dcm")
+        setattr(other, name, value)
+        other.save_as("other.dcm")
+        before = Path("other.dcm").read_bytes()
+        words = "cascadeseg: other.dcm: a mask that was edited, or made otherwise; expected that of now; "
+        refused(["infer", "ct", "-o", "other.dcm", "--resume", "--report"], words)
+        assert Path("other.dcm").read_bytes() == before
+
+
 def edit(mask: Path) -> None:
     """Has a mask hold a voxel more or less."""
     if mask.suffix == ".dcm":

@@ -80,7 +80,10 @@ def holds_labels(path: str | Path, labels: npt.NDArray[np.uint8], scan: Scan) ->
     if suffix_of(path) == SEGMENTATION_SUFFIX:
         from cascadeseg.formats import dicom_seg
 
-        return dicom_seg.holds(Path(path), labels, scan.grid)
+        try:
+            return dicom_seg.holds(Path(path), labels, scan.grid)
+        except (AttributeError, IndexError, KeyError, ValueError):  # made by a program that encodes it otherwise
+            return False
     found, grid = read_labels(path)
     whole = canonical_view(labels, scan.grid)
     box = grid.canonical().box_in(scan.grid.canonical(), SAME_GRID_MM)
