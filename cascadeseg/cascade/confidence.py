@@ -45,6 +45,9 @@ TALLER = 1.05
 """How many times as tall as a lung the other one may be."""
 ROOM_MM = 60.0
 """A lung is missed where the scan goes on for this long beyond the other one."""
+OWN_SIDE = 0.1
+"""Of its width, what a single lung has at least on its own side of the middle of the scan."""
+RENAMED = "stage 1 took it for the other lung: its side was told from where the two lie"
 
 Values = npt.NDArray[Any]
 
@@ -203,7 +206,7 @@ def compared(signs: Signs, height_mm: float, other_mm: float) -> Signs:
 
 
 def missing_reason(label: Label, other: Refined | None, scan_grid: Grid) -> tuple[str, ...]:
-    """Why a lung that was not found is worth a look: the place where it should be is in the scan.
+    """Why a lung that was not found is worth a look: its place is in the scan, or the one that was found lies there.
 
     Args:
         label: the lung that was not found.
@@ -212,9 +215,13 @@ def missing_reason(label: Label, other: Refined | None, scan_grid: Grid) -> tupl
     """
     if other is None:
         return ("no lung was found in this scan",)
-    box, axis = box_on(other, scan_grid), 0
-    beyond = scan_grid.shape[axis] - box.stop[axis] if label == RIGHT_LUNG else box.start[axis]
-    if beyond * scan_grid.spacing_mm[axis] < ROOM_MM:
+    box, spacing_mm = box_on(other, scan_grid), scan_grid.spacing_mm[0]
+    to_left, width, to_right = box.start[0], box.shape[0], scan_grid.shape[0] - box.stop[0]
+    inner, outer = (to_right, to_left) if label == RIGHT_LUNG else (to_left, to_right)
+    on_its_side = (inner + width - outer) / 2
+    if on_its_side < OWN_SIDE * width:
+        return (f"no {label.title} was found, and the {other.lung.label.title} lies where it should be",)
+    if inner * spacing_mm < ROOM_MM:
         return ()
     return (f"no {label.title} was found although its place is in the scan",)
 

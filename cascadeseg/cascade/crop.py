@@ -39,6 +39,8 @@ OUTSIDE_WEIGHT = 0.02
 """Of a blob that no walls enclose: a lung in a field of view too narrow for them still outweighs gas in the bowel."""
 SEPARATION_MM = 25.0
 """Centroids of two true lungs lie further apart across the body than this, even a newborn's."""
+TWIN_SHARE = 0.2
+"""Of the heavier lung's probability, what the lighter one has at least where both have one name."""
 VALLEY = 0.5
 """Between two lungs the area of sagittal slices falls below this share of the smaller lung's largest."""
 
@@ -94,7 +96,8 @@ def crop_lungs(coarse: Coarse, margin_mm: float = MARGIN_MM) -> list[LungBox]:
 def settle_sides(coarse: Coarse, scan: Scan | None = None) -> Coarse:
     """Stage 1's opinion made to agree with geometry: stray blobs gone, and each voxel on the side it lies on.
 
-    Works on one blob that holds both lungs, on a single lung called by both names, and on nothing.
+    Works on one blob that holds both lungs, on two blobs called by one name, on a single lung called by both names, and
+    on nothing.
 
     Args:
         coarse: probabilities.
@@ -108,13 +111,15 @@ def settle_sides(coarse: Coarse, scan: Scan | None = None) -> Coarse:
     right, left = (settled.get(label, np.False_) for label in LUNGS)
     stray = (said[RIGHT_LUNG] | said[LEFT_LUNG]) & ~(right | left)
     more, less = found.max(axis=0), found.min(axis=0)
+    np.minimum(less, np.nextafter(more.astype(np.float16), np.float16(0)), out=less)  # ties would be read as right
     found[0] = np.where(right, more, np.where(left, less, found[0]))
     found[1] = np.where(left, more, np.where(right, less, found[1]))
     found *= ~stray
     # What lies outside the box was not found to be lung, and stays as it is.
     lungs = copy_of(coarse.lungs)
     lungs[:, *box.slices] = torch.from_numpy(found).to(lungs)
-    return Coarse(lungs, coarse.grid)
+    renamed = frozenset(label for label, mask in settled.items() if (mask & ~said[label]).sum() > mask.sum() / 2)
+    return Coarse(lungs, coarse.grid, renamed)
 
 
 def _found(coarse: Coarse) -> tuple[Box, Field]:
@@ -137,11 +142,13 @@ def _sides(lungs: Field) -> dict[Label, Mask]:
 
 def _settled(said: dict[Label, Mask], weight: Field, grid: Grid, scan: Scan | None) -> dict[Label, Mask]:
     """The mask of each lung that is there, strays removed and sides right."""
-    masks = _without_strays(said, weight, grid, scan)
+    masks, named_both = _without_strays(said, weight, grid, scan)
     masks = {label: mask for label, mask in masks.items() if mask.sum() * grid.voxel_volume_ml >= SMALLEST_LUNG_ML}
     if len(masks) == 1:
         return _split_if_both(*masks.popitem(), grid)
     if len(masks) == 2:
+        if named_both is not None:
+            return _split_if_both(named_both, masks[RIGHT_LUNG] | masks[LEFT_LUNG], grid)
         return _agree_with_geometry(masks, grid)
     return {}
 
@@ -164,13 +171,22 @@ class _Parts:
     enclosed: npt.NDArray[np.float64]
 
     @property
+    def weight(self) -> npt.NDArray[np.float64]:
+        """Their masses, those in the body before all others."""
+        return self.mass * (OUTSIDE_WEIGHT + self.enclosed)
+
+    @property
     def largest(self) -> int:
-        """The one that weighs most, those in the body before all others."""
-        return int((self.mass * (OUTSIDE_WEIGHT + self.enclosed)).argmax())
+        """The one that weighs most."""
+        return int(self.weight.argmax())
 
 
-def _without_strays(said: dict[Label, Mask], weight: Field, grid: Grid, scan: Scan | None) -> dict[Label, Mask]:
+def _without_strays(
+    said: dict[Label, Mask], weight: Field, grid: Grid, scan: Scan | None
+) -> tuple[dict[Label, Mask], Label | None]:
     """The components that matter, by probability mass rather than size, and where a part of a lung can be at all.
+
+    With them the name that both lungs have, apart from each other; None where each has its own, as nearly always.
 
     That is in the body, and in the column that the largest components of both sides stand in: neither behind nor beside
     it, as the foam of a couch is, which has the HU of a lung. How far above or below does not matter, but air between
@@ -185,19 +201,53 @@ def _without_strays(said: dict[Label, Mask], weight: Field, grid: Grid, scan: Sc
     blobs = [part.boxes[n] for part in parts.values() for n in np.flatnonzero(part.mass >= smallest)]
     if scan is not None and _is_odd(blobs):
         parts = {label: replace(part, enclosed=_share(part, enclosed)) for label, part in parts.items()}
-    largest = [(part.boxes[part.largest], part.enclosed[part.largest]) for part in parts.values()]
+    main = _lungs_of(parts, grid)
+    largest = [(parts[label].boxes[n], parts[label].enclosed[n]) for label, lungs in main.items() for n in lungs]
     enough = ENCLOSED_SHARE * max((share for _, share in largest), default=0.0)
     in_body = [box for box, share in largest if share >= enough]
     keep = {}
     for label, part in parts.items():
         heavy = part.mass >= max(STRAY_SHARE * part.mass[part.largest], smallest)
-        keep[label] = heavy & ((part.enclosed >= enough) | (np.arange(len(heavy)) == part.largest))
+        keep[label] = heavy & ((part.enclosed >= enough) | np.isin(np.arange(len(heavy)), main[label]))
     for axis, column in enumerate(([box for box, _ in largest], in_body)):
         beside = COLUMN_MM / grid.spacing_mm[axis]
         for label, part in parts.items():
             keep[label] &= part.centroids[:, axis] >= min(box[axis].start for box in column) - beside
             keep[label] &= part.centroids[:, axis] < max(box[axis].stop for box in column) + beside
-    return {label: keep[label][part.numbers] for label, part in parts.items()}
+    named_both = next((label for label, lungs in main.items() if len(lungs) == 2), None)
+    return {label: keep[label][part.numbers] for label, part in parts.items()}, named_both
+
+
+def _lungs_of(parts: dict[Label, _Parts], grid: Grid) -> dict[Label, list[int]]:
+    """By name, the component that is the lung; two where both lungs have one name, apart from each other.
+
+    That is so where a second component lies abreast of the first, has weight enough, and what has the other name is no
+    lung: lighter than the second, and not where it should be, abreast of both and further out.
+    """
+    main = {label: [part.largest] for label, part in parts.items()}
+    for label, part in parts.items():
+        first, second = (int(n) for n in np.argsort(-part.weight, kind="stable")[:2])
+        if part.weight[second] < TWIN_SHARE * part.weight[first] or not _abreast(part.boxes[first], part.boxes[second]):
+            continue
+        other = next((theirs for name, theirs in parts.items() if name != label), None)
+        if other is None:
+            main[label].append(second)
+            continue
+        n, outwards = other.largest, -1 if label == RIGHT_LUNG else 1
+        further_mm = outwards * (other.centroids[n, 0] - part.centroids[[first, second], 0]) * grid.spacing_mm[0]
+        abreast = all(_abreast(other.boxes[n], part.boxes[piece]) for piece in (first, second))
+        if other.weight[n] < part.weight[second] and not (abreast and further_mm.min() >= SEPARATION_MM):
+            main[label].append(second)
+    return main
+
+
+def _abreast(one: tuple[slice, slice, slice], other: tuple[slice, slice, slice]) -> bool:
+    """Whether two boxes share half of the smaller one's depth and height at least."""
+    for a, b in zip(one[1:], other[1:], strict=True):
+        shared = min(a.stop, b.stop) - max(a.start, b.start)
+        if 2 * shared < min(a.stop - a.start, b.stop - b.start):
+            return False
+    return True
 
 
 def _is_odd(boxes: list[tuple[slice, slice, slice]]) -> bool:

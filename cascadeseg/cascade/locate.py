@@ -11,7 +11,7 @@ from torch import Tensor
 from cascadeseg.cascade.resample import resample_scan, windows_of
 from cascadeseg.formats.scan import Scan, sampled_hu
 from cascadeseg.geometry import Box, Grid, Shape
-from cascadeseg.labels import LUNG_CHANNELS
+from cascadeseg.labels import LUNG_CHANNELS, Label
 from cascadeseg.network.bounded import Runner
 from cascadeseg.network.engine import slabs_of
 from cascadeseg.network.levels import Layers, Slab
@@ -39,10 +39,12 @@ class Coarse:
     Attributes:
         lungs: (2, X, Y, Z) probabilities of the right and the left lung, of `locate` float16 and in the host's memory.
         grid: their grid: the scan's canonical directions, stage 1's spacing.
+        renamed: the lungs that stage 1 for the most part called by the other's name, once sides are settled.
     """
 
     lungs: Tensor
     grid: Grid
+    renamed: frozenset[Label] = frozenset()
 
 
 def coarse_grid(scan: Scan, view: View) -> Grid:

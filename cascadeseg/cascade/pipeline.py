@@ -17,6 +17,7 @@ import torch
 
 from cascadeseg.cascade.clean import clean
 from cascadeseg.cascade.confidence import (
+    RENAMED,
     Calibration,
     Signs,
     compared,
@@ -319,6 +320,8 @@ def _results(scan: Scan, labels: Labels, traces: _Traces, calibration: Calibrati
             continue
         signs = compared(result.signs, result.height_mm, other.height_mm)
         quality, reasons = judged(signs, calibration)
+        if result.label in traces.coarse.renamed:
+            reasons = (RENAMED, *reasons)
         if result.cut:
             reasons = ("it goes on beyond the box that was segmented", *reasons)
         judgements.append(replace(result, quality=quality, reasons=reasons, signs=signs))

@@ -50,7 +50,10 @@ def lung_like(image: Tensor) -> Tensor:
 
 @dataclass
 class Thresholder:
-    """An engine whose network is a threshold; with ``sides`` it also knows right from left by the image's middle."""
+    """An engine whose network is a threshold; with ``sides`` it also knows right from left by the image's middle.
+
+    With ``all_right`` it calls both lungs right.
+    """
 
     stage: object
     sides: bool
@@ -62,6 +65,7 @@ class Thresholder:
     library_mb: float = 0.0
     shareable: bool = False
     streamed: bool = True
+    all_right: bool = False
 
     def for_one_scan(self, streamed: bool, largest_tile: float = float("inf")) -> Thresholder:
         self.streamed = streamed
@@ -75,7 +79,7 @@ class Thresholder:
             # Stage 2: this lung's share of the prior says which of the two it is.
             return finish(torch.where(image[1] > -0.5, lung, -6.0)[None])
         middle = image.shape[1] / 2
-        right = torch.arange(image.shape[1])[:, None, None] > middle
+        right = (torch.arange(image.shape[1])[:, None, None] > middle) | self.all_right
         return finish(torch.stack([-lung, torch.where(right, lung, -9.0), torch.where(right, -9.0, lung)]))
 
 

@@ -22,7 +22,7 @@ from cascadeseg.cascade.locate import Coarse
 from cascadeseg.cascade.refine import Refined
 from cascadeseg.geometry import Box, Grid
 from cascadeseg.labels import LEFT_LUNG, RIGHT_LUNG
-from tests.cascade.chest import chest, chest_grid, thresholding_segmenter, tiny_model, truth
+from tests.cascade.chest import chest, chest_grid, dice, thresholding_segmenter, tiny_model, truth
 
 CLEAN = Signs(*[0.0] * len(fields(Signs)))
 CALIBRATION = Calibration(0.98, {"disagreement": 0.5, "doubt": 0.4}, 0.9)
@@ -158,6 +158,27 @@ def test_a_lung_is_missed_only_where_it_could_be_seen():
     tight = wide.cropped(Box((middle - 5, 0, 0), wide.shape))
     assert missing_reason(LEFT_LUNG, refined, tight) == ()
     assert missing_reason(LEFT_LUNG, None, wide) == ("no lung was found in this scan",)
+
+
+def test_a_single_lung_on_the_other_ones_side_of_the_scan_is_doubted():
+    refined, _ = parts()
+    grid = chest_grid((4.0, 4.0, 4.0))
+    nx, ny, nz = grid.shape
+    further_right = grid.cropped(Box((nx // 2 - 3, 0, 0), (nx + 60, ny, nz)))
+    reason = ("no left lung was found, and the right lung lies where it should be",)
+    assert missing_reason(LEFT_LUNG, refined, further_right) == reason
+
+
+def test_lungs_that_stage_1_calls_by_one_name_have_their_own_and_one_is_for_review():
+    scan = chest(chest_grid())
+    segmenter = thresholding_segmenter()
+    segmenter.locator.all_right = True  # type: ignore[attr-defined]
+    result = segmenter.segment(scan)
+    assert dice(result.labels, truth(scan.grid), RIGHT_LUNG.value) > 0.97
+    assert dice(result.labels, truth(scan.grid), LEFT_LUNG.value) > 0.97
+    right, left = result.lungs
+    assert right.reasons == ()
+    assert left.reasons == ("stage 1 took it for the other lung: its side was told from where the two lie",)
 
 
 def test_the_lattice_is_small_whatever_the_box():

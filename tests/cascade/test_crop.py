@@ -52,11 +52,87 @@ def test_a_single_blob_called_by_one_name_is_split_at_the_centroids():
     assert (found_left & left).sum() == left.sum()
 
 
+@pytest.mark.parametrize("name", ["right", "left"])
+@pytest.mark.parametrize("smaller", [False, True])
+def test_two_lungs_apart_from_each_other_and_called_by_one_name_are_told_by_where_they_lie(name, smaller):
+    right, left = lungs()
+    if smaller:
+        left &= np.arange(GRID.shape[2]) > GRID.shape[2] // 2
+    nothing = np.zeros_like(left)
+    coarse = settle_sides(opinion(*((right | left, nothing) if name == "right" else (nothing, right | left))))
+    found_right, found_left = coarse.lungs.numpy() > 0.5
+    assert np.array_equal(found_right, right)
+    assert np.array_equal(found_left, left)
+    assert coarse.renamed == {LEFT_LUNG if name == "right" else RIGHT_LUNG}
+
+
+def test_gas_in_the_bowel_with_the_other_name_does_not_hide_that_both_lungs_have_one():
+    right, left = lungs()
+    gas = np.zeros_like(left)
+    gas[12:18, 28:34, 0:5] = True
+    assert gas.sum() * GRID.voxel_volume_ml > 5
+    coarse = settle_sides(opinion(right | left, gas))
+    found_right, found_left = coarse.lungs.numpy() > 0.5
+    assert np.array_equal(found_right, right)
+    assert np.array_equal(found_left & ~gas, left)
+    assert coarse.renamed == {LEFT_LUNG}
+
+
+@pytest.mark.parametrize("where", ["below", "light"])
+def test_a_blob_beside_a_single_lung_is_a_second_one_only_if_it_lies_abreast_and_is_heavy(where):
+    right, left = lungs()
+    nothing = np.zeros_like(left)
+    z = np.arange(GRID.shape[2])
+    blob = left & (z < 26) if where == "below" else left & (abs(z - 30) < 2)
+    if where == "below":
+        right = right & (z > 24)
+    share = blob.sum() / right.sum()
+    assert share > 0.3 if where == "below" else 0.03 < share < 0.15
+    coarse = settle_sides(opinion(right | blob, nothing))
+    assert [box.label for box in crop_lungs(coarse)] == [RIGHT_LUNG]
+    assert not coarse.renamed
+
+
+@pytest.mark.parametrize("collapsed", [False, True])
+def test_a_lung_in_two_pieces_keeps_both_beside_one_of_the_other_name(collapsed):
+    right, left = lungs()
+    if collapsed:
+        left &= abs(np.arange(GRID.shape[2]) - 30) < 4
+    middle = np.argwhere(right).mean(axis=0).astype(int)
+    right[middle[0] - 2 : middle[0] + 2] = False
+    touching = left.copy()
+    touching[GRID.shape[0] // 2 - 6 : middle[0] - 10, middle[1] - 2 : middle[1] + 2, middle[2] - 2 : middle[2] + 2] = (
+        True
+    )
+    coarse = opinion(right, touching & ~right)
+    assert torch.equal(settle_sides(coarse).lungs, coarse.lungs)
+
+
+def test_a_lung_in_two_pieces_keeps_both_where_the_other_lies_in_front_of_it():
+    """In a patient on the side."""
+    right, left = np.zeros((2, *GRID.shape), bool)
+    right[20:60, 5:25, 10:50] = True
+    right[38:42] = False
+    left[20:60, 32:52, 10:50] = True
+    coarse = opinion(right, left)
+    assert torch.equal(settle_sides(coarse).lungs, coarse.lungs)
+
+
 def test_swapped_names_are_put_right_by_geometry():
     right, left = lungs()
-    found_right, found_left = sides(opinion(left, right))
+    coarse = settle_sides(opinion(left, right))
+    found_right, found_left = coarse.lungs.numpy() > 0.5
     assert (found_right == right).all()
     assert (found_left == left).all()
+    assert coarse.renamed == {RIGHT_LUNG, LEFT_LUNG}
+
+
+def test_lungs_that_could_be_either_have_the_names_of_where_they_lie():
+    """No voxel is more of one than of the other."""
+    right, left = lungs()
+    unsure = 0.51 * (right | left)
+    boxes = crop_lungs(settle_sides(opinion(unsure, unsure)))
+    assert boxes == crop_lungs(opinion(right, left))
 
 
 def test_one_lung_called_by_both_names_stays_one():
