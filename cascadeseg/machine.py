@@ -28,7 +28,7 @@ def processors() -> int:
 
 def available_memory_bytes() -> int | None:
     """Memory a process may still take, or None where the system does not tell."""
-    known = [value for value in (_free_bytes(), _memory_limit_bytes()) if value is not None]
+    known = [value for value in (_free_bytes(), _group_free_bytes()) if value is not None]
     return min(known) if known else None
 
 
@@ -42,10 +42,27 @@ def _free_bytes() -> int | None:
         return None
 
 
-def _memory_limit_bytes() -> int | None:
-    """The lowest limit that a container, or a batch system on a job, sets on all of its processes together."""
-    files = [group / name for group in _control_groups("memory") for name in ("memory.max", "memory.limit_in_bytes")]
-    return min((int(text) for text in map(_text, files) if text.isdigit()), default=None)
+def _group_free_bytes() -> int | None:
+    """What is left of the limits that a container, or a batch system on a job, sets on all of its processes together.
+
+    What they hold of files that they read or wrote counts against a limit, and is given up when memory is asked for.
+    """
+    left = []
+    for group in _control_groups("memory"):
+        for limit, usage, files in (
+            ("memory.max", "memory.current", ("inactive_file", "active_file")),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
+        ):
+            most, used = _text(group / limit), _text(group / usage)
+            if most.isdigit():  # "max" is no limit
+                held = int(used or 0) - sum(_statistic(group / "memory.stat", name) for name in files)
+                left.append(max(int(most) - max(held, 0), 0))
+    return min(left, default=None)
+
+
+def _statistic(file: Path, name: str) -> int:
+    rows = dict(line.split(" ", 1) for line in _text(file).splitlines() if " " in line)
+    return int(rows.get(name, 0))
 
 
 def _control_groups(controller: str) -> Iterator[Path]:

@@ -37,6 +37,38 @@ def test_memory_is_what_the_groups_of_the_process_may_take(groups, own, limits):
     assert machine.available_memory_bytes() == 5000
 
 
+STATISTICS = "anon 900\nfile 2300\ninactive_file 1500\nactive_file 500\n"
+
+
+@pytest.mark.parametrize(
+    ("own", "limits"),
+    [
+        ("0::/\n", {"memory.max": "6900", "memory.current": "3900", "memory.stat": STATISTICS}),
+        (
+            "0::/a/b\n",
+            {"a/b/memory.max": "9999", "a/b/memory.current": "10", "a/memory.max": "5001", "a/memory.current": "1"},
+        ),
+        (
+            "1:memory:/\n",
+            {
+                "memory/memory.limit_in_bytes": "6900",
+                "memory/memory.usage_in_bytes": "3900",
+                "memory/memory.stat": STATISTICS + "total_inactive_file 1600\ntotal_active_file 400\n",
+            },
+        ),
+    ],
+    ids=["container", "nested", "version 1"],
+)
+def test_what_a_groups_processes_hold_is_not_left_but_for_files(groups, own, limits):
+    groups(own, limits)
+    assert machine.available_memory_bytes() == 5000
+
+
+def test_a_group_over_its_limit_has_nothing_left(groups):
+    groups("0::/\n", {"memory.max": "5000", "memory.current": "6000"})
+    assert machine.available_memory_bytes() == 0
+
+
 @pytest.mark.parametrize("own", [None, "0::/\n", "0::/gone\n"])
 def test_without_a_limit_memory_is_the_machines(groups, monkeypatch, own):
     monkeypatch.setattr(machine, "_free_bytes", lambda: 6000)
