@@ -106,6 +106,6 @@ def _saved(
         hu[outside] = patient.scanner.padding_hu
         labels[outside] = 0
         tissue[outside] = int(Tissue.PADDING)
-    if abs(patient.torso.rotation[2]) > 135:
+    if abs((patient.torso.rotation[2] + 180) % 360 - 180) > 135:  # on the back or front, its header says otherwise
         labels = torch.where(labels > 0, 3 - labels, labels)
     return Phantom(hu, labels, tissue, grid)

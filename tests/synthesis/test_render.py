@@ -140,6 +140,19 @@ def test_a_patient_turned_round_has_the_sides_of_the_header() -> None:
         assert right[0] > left[0] + 50
 
 
+@pytest.mark.parametrize("degrees", [90.0, 270.0])
+def test_a_patient_on_the_side_has_the_bodys_own_sides(degrees: float) -> None:
+    """Where the right lung lies below the left one, no header can say that it is not the right one."""
+    patient = sample_patient(1, PRESETS["healthy"])
+    turned = replace(patient, torso=replace(patient.torso, rotation=(0.0, 0.0, degrees)))
+    half = (180, 180, 190)
+    as_it_is, on_side = (render(each, around_the_chest(each, half=half)).labels for each in (patient, turned))
+    expected = torch.rot90(as_it_is, round(degrees / 90), (0, 1))
+    lung = (expected > 0) & (on_side > 0)
+    assert lung.sum() > 0.85 * (expected > 0).sum()
+    assert (expected == on_side)[lung].float().mean() > 0.99
+
+
 def test_labels_do_not_depend_on_the_spacing() -> None:
     patient = sample_patient(4, PRESETS["healthy"])
     coarse = around_the_chest(patient, 6.0)
