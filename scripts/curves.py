@@ -40,6 +40,8 @@ def points(path: Path) -> dict[str, list[tuple[int, float]]]:
     for line in path.read_text(encoding="utf-8").splitlines():
         values: dict[str, Any] = json.loads(line)
         for name, value in values.items():
+            if value is None:  # it was not finite
+                continue
             found.setdefault(name, []).append((values["step"], value))
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import platform
 import sys
@@ -69,11 +70,12 @@ class Log:
         self._values, self._waited, self._since = {}, waited_s, time.perf_counter()
 
     def note(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes a line of numbers."""
+        """Writes a line of numbers; one that is not finite (the loss of a skipped step) is null."""
         if self._path is None:
             return
+        known = {name: value if math.isfinite(value) else None for name, value in values.items()}
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **values}) + "\n")
+            file.write(json.dumps({"step": step, **known}, allow_nan=False) + "\n")
         if self._board is not None:
             for name, value in values.items():
                 self._board.add_scalar(name, value, step)

@@ -268,6 +268,7 @@ from cascadeseg import config
 from cascadeseg.evaluation import preview
 from cascadeseg.training.config import TrainingConfig
 from cascadeseg.training.loop import train
+from cascadeseg.training.log import Log
 recipe = config.load(Path(sys.argv[1]), TrainingConfig)
 sys.stdout.write("ready\\n"); sys.stdout.flush()
 for line in sys.stdin:
@@ -445,6 +446,13 @@ def test_a_loss_that_is_not_finite_is_skipped_counted_and_told(recipe, tmp_path,
     assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["skipped"] == 1
     model = load_model(tmp_path / "model").locator
     assert all(torch.isfinite(tensor).all() for tensor in model.weights.values())
+
+
+def test_a_number_that_is_not_finite_is_null_in_the_lines_of_a_run(tmp_path):
+    log = Log(tmp_path, 0, 10, title="", first=True, quiet=True, board=False)
+    log.note(10, {"loss": float("nan"), "dice": 0.5})
+    log.close()
+    assert lines(tmp_path) == [{"step": 10, "loss": None, "dice": 0.5}]
 
 
 def test_a_run_without_a_finite_loss_gives_up(recipe, tmp_path, monkeypatch):
