@@ -23,7 +23,7 @@ from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cascadeseg.errors import DeviceError, ModelError, OutputError
 from cascadeseg.machine import bound_processors, processors
@@ -58,7 +58,6 @@ class Loader:
 
     model: str | None
     device: str
-    engine: Literal["auto", "torch", "openvino"] = "auto"
     max_memory_gb: float | None = None
     max_vram_gb: float | None = None
     loaded: Segmenter | None = None
@@ -66,7 +65,7 @@ class Loader:
     @classmethod
     def of(cls, options: argparse.Namespace) -> Loader:
         """As the options of ``cascadeseg infer`` have it."""
-        return cls(options.model, options.device, options.engine, options.max_memory, options.max_vram)
+        return cls(options.model, options.device, options.max_memory, options.max_vram)
 
     def __call__(self) -> Segmenter:
         if self.loaded is None:
@@ -75,7 +74,6 @@ class Loader:
             self.loaded = Segmenter(
                 self.model,
                 device=self.device,
-                engine=self.engine,
                 max_memory_gb=self.max_memory_gb,
                 max_vram_gb=self.max_vram_gb,
             )

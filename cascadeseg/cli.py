@@ -303,7 +303,6 @@ def _add_device(parser: argparse.ArgumentParser) -> None:
 def _add_limits(parser: argparse.ArgumentParser) -> None:
     limits = parser.add_argument_group("speed and memory; none of these changes a mask by more than rounding")
     add = limits.add_argument
-    add("--engine", choices=("auto", "torch", "openvino"), default="auto", help="what runs the networks on a CPU")
     for option, what in (("--max-memory", "of the whole program"), ("--max-vram", "of the GPU")):
         add(option, type=_positive(float), metavar="GB", help=f"memory {what}; default: what the scan needs")
     add(

@@ -1,7 +1,7 @@
 """Measures `cascadeseg infer` as a user meets it, and what stands behind it: the source of docs/performance.md.
 
     python scripts/benchmark.py                                       # a 512 x 512 x 320 scan: cold, warm, lower bound
-    python scripts/benchmark.py --slices 300 600 1200 2000 --parts cold --engine torch openvino
+    python scripts/benchmark.py --slices 300 600 1200 2000 --parts cold
     python scripts/benchmark.py --parts cold --slices 2000 --max-memory 2
     python scripts/benchmark.py --parts agreement
     python scripts/benchmark.py --parts batch --batch 20
@@ -77,7 +77,6 @@ def _options() -> argparse.Namespace:
     add("--lungmask", metavar="PYTHON", help="an interpreter that has lungmask")
     for option in ("--max-memory", "--max-vram"):
         add(option, metavar="GB", help="as for infer")
-    add("--engine", nargs="+", default=["auto"], help="as for infer; each is measured cold, the first in all else")
     add("--device", default="auto", help="as for infer")
     add("--model", metavar="DIR", help="as for infer")
     cache = str(Path(tempfile.gettempdir()) / "cascadeseg-benchmark")
@@ -94,19 +93,19 @@ def _options() -> argparse.Namespace:
 
 def _cold(scans: Sequence[Path], folder: Path, options: argparse.Namespace) -> tuple[list[Result], list[str]]:
     """Whole processes."""
-    rows = [_infer_runs(scan, engine, folder, options) for scan in scans for engine in options.engine]
+    rows = [_infer_runs(scan, folder, options) for scan in scans]
     helps = [measured([*COMMAND, "--help"]) for _ in range(max(5, options.repeat))]
     steps = list(rows[0]["seconds"])
     return rows, [
         "## Cold: the whole process\n",
-        *_table(("scan", "engine", "wall s", "CPU s", "peak MB", "voxels MB", "memory area", "CPU area"), [
-            (_size(row), row["engine"], *_numbers(row, "wall_s", "cpu_s"), f"{median(row, 'peak_mb'):,.0f}",
+        *_table(("scan", "wall s", "CPU s", "peak MB", "voxels MB", "memory area", "CPU area"), [
+            (_size(row), *_numbers(row, "wall_s", "cpu_s"), f"{median(row, 'peak_mb'):,.0f}",
              f"{row['voxels_mb']:,.0f}", f"{median(row, 'memory_area'):,.0f}", f"{median(row, 'cpu_area'):,.0f}")
             for row in rows
         ]),
         f"`cascadeseg --help`: {statistics.median(run.wall_s for run in helps):.2f} s. By step, seconds:\n",
-        *_table(("scan", "engine", *steps), [
-            (_size(row), row["engine"], *(f"{row['seconds'].get(step, 0):.2f}" for step in steps)) for row in rows
+        *_table(("scan", *steps), [
+            (_size(row), *(f"{row['seconds'].get(step, 0):.2f}" for step in steps)) for row in rows
         ]),
     ]  # fmt: skip
 
@@ -135,11 +134,11 @@ def _bound(scans: Sequence[Path], folder: Path, options: argparse.Namespace) -> 
 
 
 def _agreement(scans: Sequence[Path], folder: Path, options: argparse.Namespace) -> tuple[list[Result], list[str]]:
-    """Every engine and precision against torch in float32 on the processor."""
+    """Every precision against float32 on the processor."""
     rows: list[Result] = _part("agreement", scans[:1], options)
     lungs = list(rows[0]["dice"])
-    return rows, ["## Dice against torch in float32\n", *_table(("device", "engine", "precision", *lungs), [
-        (row["device"], row["engine"], row["precision"], *(f"{row['dice'][lung]:.5f}" for lung in lungs))
+    return rows, ["## Dice against float32 on the processor\n", *_table(("device", "precision", *lungs), [
+        (row["device"], row["precision"], *(f"{row['dice'][lung]:.5f}" for lung in lungs))
         for row in rows
     ])]  # fmt: skip
 
@@ -148,7 +147,7 @@ def _batch(scans: Sequence[Path], folder: Path, options: argparse.Namespace) -> 
     """A folder by one command, one scan and two at once, and by one warm call after another."""
     copies = _copies(scans[0], folder / "batch", options.batch)
     calls = _part("one-by-one", sorted(copies.iterdir()), options)
-    masks = ["-o", str(folder / "masks"), "--force", "--quiet", *_infer_options(options.engine[0], options)]
+    masks = ["-o", str(folder / "masks"), "--force", "--quiet", *_infer_options(options)]
     ways = {"one warm call after another": calls}
     for jobs in ("1", "2"):
         whole = measured([*COMMAND, "infer", str(copies), *masks, "--jobs", jobs])
@@ -163,7 +162,7 @@ def _lungmask(scans: Sequence[Path], folder: Path, options: argparse.Namespace) 
     """lungmask and cascadeseg on the same scan, one after the other."""
     if not options.lungmask:
         return {}, ["lungmask: skipped; name an interpreter that has it with --lungmask PYTHON\n"]
-    ours = _infer_runs(scans[0], options.engine[0], folder, options)
+    ours = _infer_runs(scans[0], folder, options)
     warm = _part("warm", scans[:1], options)
     answer = folder / "lungmask.json"
     with answer.open("wb") as file:
@@ -191,7 +190,7 @@ def _onnx(scans: Sequence[Path], folder: Path, options: argparse.Namespace) -> t
     rows: list[Result] = []
     for scan in scans:
         runs = [asdict(measured([*script, str(scan), str(mask)])) for _ in range(options.repeat)]
-        ours = _infer_runs(scan, options.engine[0], folder, options)
+        ours = _infer_runs(scan, folder, options)
         rows.append({"scan": scan.name, "onnx_infer.py": {"runs": runs}, "cascadeseg infer": ours})
     return rows, ["## Without torch: ONNX\n", *_table(("scan", "", "wall s", "CPU s", "peak MB"), [
         (row["scan"], f"`{way}`", *_numbers(row[way], "wall_s", "cpu_s"), f"{median(row[way], 'peak_mb'):,.0f}")
@@ -207,8 +206,8 @@ def _cuda(scans: Sequence[Path], folder: Path, options: argparse.Namespace) -> t
     rows = []
     for limit in (None, "1"):
         asked = argparse.Namespace(**{**vars(options), "device": "cuda", "max_vram": limit})
-        cold, warm = _infer_runs(scans[0], "auto", folder, asked), _part("warm", scans[:1], asked, engine="auto")
-        tried = _part("warm", scans[:1], asked, "--cudnn-benchmark", engine="auto")
+        cold, warm = _infer_runs(scans[0], folder, asked), _part("warm", scans[:1], asked)
+        tried = _part("warm", scans[:1], asked, "--cudnn-benchmark")
         rows.append({"max_vram_gb": limit, "cold": cold, "warm": warm, "warm_cudnn_benchmark": tried})
     head = ("--max-vram", "cold s", "warm s", "with cuDNN's search", "GPU peak MB", "of it torch's", "GPU memory area")
     return rows, [
@@ -238,13 +237,13 @@ MEASURES = {
 # ---------------------------------------------------------------------------------------------------- processes
 
 
-def _infer_runs(scan: Path, engine: str, folder: Path, options: argparse.Namespace) -> Result:
+def _infer_runs(scan: Path, folder: Path, options: argparse.Namespace) -> Result:
     """Repeated runs on one scan: their accounts, and the medians of their steps."""
     report = folder / "mask.json"
     infer = ["infer", str(scan), "-o", str(folder / "mask.nii.gz"), "--report", str(report), "--force", "--quiet"]
     runs, reports = [], []
     for _ in range(options.repeat):
-        runs.append(asdict(measured([*COMMAND, *infer, *_infer_options(engine, options)])))
+        runs.append(asdict(measured([*COMMAND, *infer, *_infer_options(options)])))
         reports.append(json.loads(report.read_text(encoding="utf-8")))
     last = reports[-1]
     shape = last["scan"]["shape"]
@@ -252,7 +251,6 @@ def _infer_runs(scan: Path, engine: str, folder: Path, options: argparse.Namespa
         "scan": scan.name,
         "shape": shape,
         "voxels_mb": 2 * shape[0] * shape[1] * shape[2] / 1e6,
-        "engine": engine,
         "device": last["device"],
         "precision": last["precision"],
         "runs": runs,
@@ -260,16 +258,16 @@ def _infer_runs(scan: Path, engine: str, folder: Path, options: argparse.Namespa
     }
 
 
-def _infer_options(engine: str, options: argparse.Namespace) -> list[str]:
+def _infer_options(options: argparse.Namespace) -> list[str]:
     asked = {"--model": options.model, "--max-memory": options.max_memory, "--max-vram": options.max_vram}
     given = [word for option, value in asked.items() if value for word in (option, str(value))]
-    return ["--device", options.device, "--engine", engine, *given]
+    return ["--device", options.device, *given]
 
 
-def _part(name: str, scans: Sequence[Path], options: argparse.Namespace, *more: str, engine: str | None = None) -> Any:
+def _part(name: str, scans: Sequence[Path], options: argparse.Namespace, *more: str) -> Any:
     """What a part of `benchmark_parts.py` says, in a process of its own."""
     command = [sys.executable, str(HERE / "benchmark_parts.py"), name, *map(str, scans)]
-    command += ["--repeat", str(options.repeat), "--device", options.device, "--engine", engine or options.engine[0]]
+    command += ["--repeat", str(options.repeat), "--device", options.device]
     for option, value in (("--model", options.model), ("--max-vram", options.max_vram)):
         command += [option, str(value)] if value else []
     command += more

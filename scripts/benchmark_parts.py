@@ -16,7 +16,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from cascadeseg.cascade.pipeline import Segmentation, Segmenter, peak_memory_mb
 from cascadeseg.formats import read_scan, write_labels
 from cascadeseg.labels import LUNGS
-from cascadeseg.network import Stage, UNet, UNetConfig, View, find_device, stage_of
-from cascadeseg.network.bounded import EngineKind, Runner, open_engine
-from cascadeseg.network.levels import Image
+from cascadeseg.network import Engine, Stage, UNet, UNetConfig, View, find_device, stage_of
+from cascadeseg.network.bounded import Runner
+from cascadeseg.network.slabs import Image
 
 PROBE = UNetConfig(widths=(64,), blocks=2, stem="convolution")
 """Hardly anything but 3x3x3 convolutions of 64 channels: what the machine does best."""
@@ -45,7 +44,6 @@ def main() -> int:
     parser.add_argument("scans", nargs="+", type=Path)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--engine", default="auto")
     parser.add_argument("--model")
     parser.add_argument("--max-vram", type=float)
     parser.add_argument(
@@ -117,23 +115,18 @@ def bound(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def agreement(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Dice of each lung's whole mask against torch in float32, for every engine and precision at hand."""
+    """Dice of each lung's whole mask against float32 on the processor, for every precision at hand."""
     from phantoms import dice  # here, as what it brings along would count as memory of the other parts
 
     scan = read_scan(options.scans[0])
     device = find_device(options.device)
     on_cpu = device.type == "cpu"
-    engines: list[EngineKind] = ["torch"]
-    if on_cpu and find_spec("openvino"):
-        engines.append("openvino")
-    reference = Segmenter(options.model, device="cpu", engine="torch", precision="fp32").segment(scan).labels
+    reference = Segmenter(options.model, device="cpu", precision="fp32").segment(scan).labels
     rows = []
-    for engine in engines:
-        for precision in ("fp32", "bf16") if on_cpu else ("fp32", "bf16", "fp16"):
-            segmenter = Segmenter(options.model, device=str(device), engine=engine, precision=precision)
-            labels = segmenter.segment(scan).labels
-            scores = {lung.name: dice(labels, reference, lung.value) for lung in LUNGS}
-            rows.append({"device": str(device), "engine": engine, "precision": precision, "dice": scores})
+    for precision in ("fp32", "bf16") if on_cpu else ("fp32", "bf16", "fp16"):
+        labels = Segmenter(options.model, device=str(device), precision=precision).segment(scan).labels
+        scores = {lung.name: dice(labels, reference, lung.value) for lung in LUNGS}
+        rows.append({"device": str(device), "precision": precision, "dice": scores})
     return rows
 
 
@@ -163,7 +156,7 @@ class _Recorded:
 
 
 def _segmenter(options: argparse.Namespace) -> Segmenter:
-    return Segmenter(options.model, device=options.device, engine=options.engine, max_vram_gb=options.max_vram)
+    return Segmenter(options.model, device=options.device, max_vram_gb=options.max_vram)
 
 
 def _segmented(segmenter: Segmenter, path: Path) -> tuple[Segmentation, dict[str, float]]:
@@ -178,7 +171,7 @@ def _segmented(segmenter: Segmenter, path: Path) -> tuple[Segmentation, dict[str
 def _convolution_rate(device: torch.device, options: argparse.Namespace) -> float:
     """FLOP/s of the probe on the engine in use."""
     stage = stage_of(View(1.0), UNet(PROBE).eval())
-    engine = open_engine(stage, device, kind=options.engine)
+    engine = Engine(stage, device)
     image = torch.zeros(PROBE_SHAPE)
     engine(image)
 

@@ -15,12 +15,11 @@ Result = dict[str, Any]
 def plot_lengths(path: Path, rows: Sequence[Result]) -> None:
     """Wall time and peak memory against the number of slices."""
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-    for engine in dict.fromkeys(row["engine"] for row in rows):
-        own = sorted((row for row in rows if row["engine"] == engine), key=lambda row: row["shape"][2])
-        slices = [row["shape"][2] for row in own]
-        for axis, field in zip(axes, ("wall_s", "peak_mb"), strict=True):
-            axis.plot(slices, [median(row, field) for row in own], "o-", label=engine)
-    axes[1].plot(slices, [row["voxels_mb"] for row in own], "k:", label="the scan's own voxels")
+    rows = sorted(rows, key=lambda row: row["shape"][2])
+    slices = [row["shape"][2] for row in rows]
+    for axis, field in zip(axes, ("wall_s", "peak_mb"), strict=True):
+        axis.plot(slices, [median(row, field) for row in rows], "o-", label="the whole process")
+    axes[1].plot(slices, [row["voxels_mb"] for row in rows], "k:", label="the scan's own voxels")
     for axis, title in zip(axes, ("wall time, s", "peak memory, MB"), strict=True):
         axis.set(xlabel="slices of 512 x 512", title=title, xlim=(0, None), ylim=(0, None))
         axis.legend()
@@ -30,7 +29,7 @@ def plot_lengths(path: Path, rows: Sequence[Result]) -> None:
 
 def plot_steps(path: Path, rows: Sequence[Result], bounds: Sequence[Result]) -> None:
     """Where each second goes, and the least that it could be."""
-    bars = {f"{row['shape'][2]}, {row['engine']}": _with_start(row) for row in rows}
+    bars = {f"{row['shape'][2]} slices": _with_start(row) for row in rows}
     bars |= {f"{bound['scan'].partition('.')[0]}: lower bound": bound["seconds"] for bound in bounds}
     steps = list(dict.fromkeys(step for seconds in bars.values() for step in seconds))
     figure, axis = plt.subplots(figsize=(9, 1 + 0.45 * len(bars)), layout="constrained")

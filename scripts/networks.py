@@ -1,7 +1,7 @@
 """What the networks cost and give: layer by layer (torchinfo), or variants of them against stopwatch and real scans.
 
     python scripts/networks.py [--model DIR] [--stage 1|2] [--shape X Y Z] [--depth N]
-    python scripts/networks.py --variants [--stage 1|2] [--shape X Y Z] [--engine torch] [--runs 5] [--json FILE]
+    python scripts/networks.py --variants [--stage 1|2] [--shape X Y Z] [--runs 5] [--json FILE]
     python scripts/networks.py --variants --train OUT --scans SCANS [--steps 400] [--figure FILE] [...]
 
 Variants change one thing each of the shipped networks: width, depth, bottleneck, norm, stem, deep supervision. Each
@@ -40,7 +40,7 @@ COLUMNS = {
     "parameters": ("parameters", "{:,}"),
     "seconds": ("median s", "{:.3f}"),
     "peak_mb": ("peak memory, MB", "{:.0f}"),
-    "engine": ("engine", "{}"),
+    "precision": ("precision", "{}"),
     "dice": ("mean Dice", "{:.3f}"),
     "worst": ("worst Dice", "{:.3f}"),
     "nsd_2mm": ("mean NSD 2 mm", "{:.3f}"),
@@ -55,7 +55,6 @@ def main() -> None:
     parser.add_argument("--shape", type=int, nargs=3, help="of the image; default: a typical one")
     parser.add_argument("--depth", type=int, default=2, help="how deep to look into blocks; default 2")
     parser.add_argument("--variants", action="store_true", help="time variants instead")
-    parser.add_argument("--engine", default="auto", help="auto, torch or openvino; variants only")
     parser.add_argument("--device", default="cpu", help="variants only; default cpu")
     parser.add_argument("--threads", type=int, default=0, help="variants only; default: torch's own")
     parser.add_argument("--runs", type=int, default=5, help="variants only; default 5")
@@ -122,7 +121,7 @@ def measured_variants(
     number: int, stage: Stage, shape: tuple[int, ...], model: Model, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """Prints the table of one stage's variants as they are measured; returns its rows."""
-    told = ["parameters", "seconds", "peak_mb", "engine", *(SCORES if options.train else ())]
+    told = ["parameters", "seconds", "peak_mb", "precision", *(SCORES if options.train else ())]
     print(f"\nStage {number}, {' x '.join(map(str, shape))} voxels\n")
     print(f"| network | {' | '.join(COLUMNS[key][0] for key in told)} |\n|---" + "|---" * len(told) + "|", flush=True)
     rows = []
@@ -202,14 +201,14 @@ def timed(stage: Stage, shape: tuple[int, ...], options: argparse.Namespace) -> 
     import torch
 
     from cascadeseg.cascade.pipeline import peak_memory_mb
-    from cascadeseg.network.bounded import open_engine
+    from cascadeseg.network import Engine
 
     if options.threads:
         torch.set_num_threads(options.threads)
     device = torch.device(options.device)
     torch.manual_seed(0)
     network = UNet(stage.unet)
-    engine = open_engine(stage_of(stage.view, network), device, kind=options.engine)
+    engine = Engine(stage_of(stage.view, network), device)
     image = torch.rand((stage.unet.in_channels, *shape), device=device)
     before, seconds = peak_memory_mb(), []
     for _ in range(options.runs + 1):
@@ -223,7 +222,7 @@ def timed(stage: Stage, shape: tuple[int, ...], options: argparse.Namespace) -> 
         "parameters": sum(p.numel() for p in network.parameters()),
         "seconds": statistics.median(seconds[1:]),
         "peak_mb": on_gpu or peak_memory_mb() - before,
-        "engine": f"{type(engine).__name__} {engine.precision}",
+        "precision": engine.precision,
     }
 
 

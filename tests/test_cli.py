@@ -48,7 +48,7 @@ SHAPE = (24, 20, 16)
 
 OPTIONS = {
     "infer": "SCAN -o/--output --model --device --series --volume --format --report --preview --csv --force --resume"
-    " --engine --max-memory --max-vram --jobs --quiet --verbose",
+    " --max-memory --max-vram --jobs --quiet --verbose",
     "demo": "DIR --model --device --force --quiet --verbose",
     "check": "SCAN --model --device --series --volume",
     "evaluate": "PRED REF --json --csv --force",

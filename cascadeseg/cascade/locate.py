@@ -13,9 +13,8 @@ from cascadeseg.formats.scan import Scan, sampled_hu
 from cascadeseg.geometry import Box, Grid, Shape
 from cascadeseg.labels import LUNG_CHANNELS, Label
 from cascadeseg.network.bounded import Runner
-from cascadeseg.network.engine import slabs_of
-from cascadeseg.network.levels import Layers, Slab
 from cascadeseg.network.model import Stage, View
+from cascadeseg.network.slabs import Layers, Slab, slabs_of
 
 SLAB_MM = 384.0
 CONTEXT_MM = 96.0

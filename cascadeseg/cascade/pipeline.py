@@ -37,7 +37,7 @@ from cascadeseg.formats import has_its_own_affine, read_scan, scan_of
 from cascadeseg.formats.scan import Before, Scan
 from cascadeseg.geometry import Box, Mask, bounding_box, canonical_view
 from cascadeseg.labels import LUNGS, Label
-from cascadeseg.network.bounded import BoundedEngine, EngineKind
+from cascadeseg.network.bounded import BoundedEngine
 from cascadeseg.network.engine import Precision, find_device, give_back
 from cascadeseg.network.model import Model, load_model
 from cascadeseg.parallel import Each, one_by_one, own_threads, side_by_side
@@ -155,7 +155,6 @@ class Segmenter:
         *,
         device: str = "auto",
         precision: Precision = "auto",
-        engine: EngineKind = "auto",
         max_memory_gb: float | None = None,
         max_vram_gb: float | None = None,
     ) -> None:
@@ -165,14 +164,13 @@ class Segmenter:
             model: a model folder, a loaded model, or None for the one in the package.
             device: ``auto``, ``cpu``, ``cuda``, ``cuda:N`` or ``mps``.
             precision: ``auto`` takes what the device is fast at.
-            engine: ``auto`` is torch, which was faster on every processor measured; OpenVINO only by name.
             max_memory_gb: what the process may take, each scan and its mask included; None for what it needs.
             max_vram_gb: what it may take of a GPU.
 
         Raises:
             ConfigError: a limit that is no number above 0.
             ModelError: the model cannot be read, or has no second stage.
-            DeviceError: there is no such device, no such engine or precision on it, or no GPU whose memory to limit.
+            DeviceError: there is no such device, no such precision, or no GPU whose memory to limit.
         """
         self.device = find_device(device)
         for name, limit in (("max_memory_gb", max_memory_gb), ("max_vram_gb", max_vram_gb)):
@@ -191,8 +189,8 @@ class Segmenter:
                 "train the second: cascadeseg train --stage 2",
             )
         self.max_memory_gb, self.max_vram_gb = max_memory_gb, max_vram_gb
-        self.locator = BoundedEngine(self.model.locator, self.device, precision, engine)
-        self.refiner = BoundedEngine(self.model.refiner, self.device, precision, engine)
+        self.locator = BoundedEngine(self.model.locator, self.device, precision)
+        self.refiner = BoundedEngine(self.model.refiner, self.device, precision)
 
     def plan(self, scan: Scan) -> Plan:
         """What a scan will need, and how it will be kept within the limits.

@@ -153,7 +153,7 @@ def _host_work(scan: Scan, locator: Runner, refiner: Runner) -> _Work:
         locator,
         refiner,
         slab=_slab(scan, locator),
-        kept_mb=PROGRAM_MB + refiner.library_mb + scan.voxels.nbytes / 1e6 + restored_mb(scan) + opinion_mb,
+        kept_mb=PROGRAM_MB + scan.voxels.nbytes / 1e6 + restored_mb(scan) + opinion_mb,
         between_mb=max(opinion_mb + SETTLING_MB, _mask_mb(scan) + _cleaning_mb(scan)),
         largest_tile=float(LARGEST_LUNG),
         streamed=refiner.device.type == "cpu",

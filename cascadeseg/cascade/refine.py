@@ -18,8 +18,8 @@ from cascadeseg.geometry import Box, Grid, bounding_box
 from cascadeseg.labels import LEFT_LUNG, LUNGS, Label
 from cascadeseg.network.bounded import Runner
 from cascadeseg.network.engine import give_back
-from cascadeseg.network.levels import Layers
 from cascadeseg.network.model import View
+from cascadeseg.network.slabs import Layers
 
 LARGEST_REGROWTH = 3
 

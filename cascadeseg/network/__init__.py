@@ -1,7 +1,8 @@
 """Both networks, the model that carries them, and the engine that runs them."""
 
-from cascadeseg.network.engine import Engine, Precision, find_device, in_slabs, slabs_of
+from cascadeseg.network.engine import Engine, Precision, find_device
 from cascadeseg.network.model import Model, Stage, View, load_model, save_model, shipped_model, stage_of
+from cascadeseg.network.slabs import in_slabs, slabs_of
 from cascadeseg.network.unet import UNet, UNetConfig
 
 __all__ = [

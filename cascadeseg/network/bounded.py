@@ -1,24 +1,24 @@
-"""Engines chosen and kept within memory: tiles where the whole does not fit, and a way on when memory runs out."""
+"""An engine kept within memory: tiles where the whole does not fit, and a way on when memory runs out."""
 
 from __future__ import annotations
 
 from copy import copy
 from functools import partial
-from importlib.util import find_spec
-from typing import Literal, Protocol, Self, get_args
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
-from cascadeseg.errors import DeviceError
 from cascadeseg.memory import is_out_of_memory
-from cascadeseg.network.engine import DTYPES, Engine, Precision, give_back, in_slabs
-from cascadeseg.network.levels import Finish, Image, slab_samples, streamed_levels, unchanged
+from cascadeseg.network.engine import DTYPES, Engine, Precision, give_back
 from cascadeseg.network.model import Stage
+from cascadeseg.network.slabs import Finish, Image, in_slabs, unchanged
+from cascadeseg.network.streams import cell_of, streamed_levels
 
-EngineKind = Literal["auto", "torch", "openvino"]
-SLAB_CONTEXT = 16
-"""Slices of an image that a slab sees beside its own."""
+WORK_BYTES = 35.0
+"""Memory of streamed levels for each voxel in work, in half precision (measured)."""
+WORK_VOXELS, WORK_SLICES, WORK_CONTEXT = 1_000_000, 16, 16
+"""Voxels that streamed levels have in work, samples along z at least, and slices beside them, for a plan."""
 LIVE_TENSORS = 5
 """Full-width tensors that a forward pass holds at once, its workspace included (measured)."""
 
@@ -36,16 +36,6 @@ class Runner(Protocol):
     def precision(self) -> str: ...
 
     @property
-    def work_bytes(self) -> float:
-        """Memory of a level that goes in slabs, for each voxel in work, in half precision (measured)."""
-        ...
-
-    @property
-    def library_mb(self) -> float:
-        """Memory of its library beside torch."""
-        ...
-
-    @property
     def shareable(self) -> bool:
         """Whether two threads may use it at a time, to their profit."""
         ...
@@ -54,31 +44,6 @@ class Runner(Protocol):
     """Whether its finest levels go through memory a few slices at a time."""
 
     def __call__(self, image: Image, finish: Finish = unchanged) -> Tensor: ...
-
-
-def open_engine(stage: Stage, device: torch.device, precision: Precision = "auto", kind: EngineKind = "auto") -> Runner:
-    """An engine for a device: torch, unless OpenVINO is asked for by name.
-
-    On every processor measured so far, with fast bfloat16 and without, torch is faster and takes less memory
-    (docs/performance.md).
-
-    Raises:
-        DeviceError: OpenVINO was asked for by name, and is not there or not for this device; or there is no engine or
-            precision of that name.
-    """
-    for option, name, names in (("--engine", kind, EngineKind), ("precision", precision, Precision)):
-        known = get_args(names)
-        if name not in known:
-            raise DeviceError(option, str(name), f"one of {', '.join(known)}")
-    if kind == "openvino" and device.type != "cpu":
-        raise DeviceError("--engine", f"openvino on {device}", "--device cpu, or --engine torch")
-    if kind != "openvino":
-        return Engine(stage, device, precision)
-    if find_spec("openvino") is None:
-        raise DeviceError("--engine", "openvino, which is not installed", "", "pip install 'cascadeseg[cpu]'")
-    from cascadeseg.network.openvino_engine import OpenVinoEngine
-
-    return OpenVinoEngine(stage, precision)
 
 
 def bytes_per_voxel(stage: Stage, precision: str) -> float:
@@ -109,9 +74,8 @@ def pass_mb(engine: Runner, voxels: float, layer: float, streamed: bool | None =
     lowers = sum(unet.widths[level] / shrunk[level] for level in range(1, levels + 1))
     lungs = min(2, unet.out_channels)  # what `Finish` leaves of a piece's logits, in half precision
     kept = voxels * (2 * lungs + width * (skips + lowers))
-    in_work = min(voxels, slab_samples(unet, layer) + SLAB_CONTEXT * layer)
-    total: float = kept + in_work * engine.work_bytes * width / 2
-    return total / 1e6
+    in_work = min(voxels, max(WORK_VOXELS, WORK_SLICES * cell_of(unet, 0) * layer) + WORK_CONTEXT * layer)
+    return (kept + in_work * WORK_BYTES * width / 2) / 1e6
 
 
 class BoundedEngine:
@@ -124,16 +88,10 @@ class BoundedEngine:
     precision and whatever a plan reckons with stay those of the engine that was chosen.
     """
 
-    def __init__(
-        self,
-        stage: Stage,
-        device: torch.device,
-        precision: Precision = "auto",
-        kind: EngineKind = "auto",
-    ) -> None:
+    def __init__(self, stage: Stage, device: torch.device, precision: Precision = "auto") -> None:
         self.stage = stage
         self.device = device
-        self._engine = open_engine(stage, device, precision, kind)
+        self._engine: Runner = Engine(stage, device, precision)
         self._instead: Runner | None = None
         self.precision: str = self._engine.precision
         self.largest_tile: float = float("inf")
@@ -169,14 +127,6 @@ class BoundedEngine:
     @property
     def _running(self) -> Runner:
         return self._instead or self._engine
-
-    @property
-    def work_bytes(self) -> float:
-        return self._engine.work_bytes
-
-    @property
-    def library_mb(self) -> float:
-        return self._engine.library_mb
 
     @property
     def shareable(self) -> bool:
@@ -220,7 +170,7 @@ class BoundedEngine:
             self.streamed = True
         else:
             self._note("the processor")
-            self._instead = open_engine(self.stage, torch.device("cpu"))
+            self._instead = Engine(self.stage, torch.device("cpu"))
         return depth
 
     def _note(self, what: str) -> None:

@@ -1,10 +1,9 @@
-"""Running a stage's network: device, precision, memory format, and how long volumes are cut."""
+"""Running a stage's network: device, precision and memory format."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -13,9 +12,9 @@ from torch import Tensor
 from cascadeseg.errors import DeviceError
 from cascadeseg.memory import give_back_freed_memory
 from cascadeseg.network.blocks import has_one_pass
-from cascadeseg.network.levels import Finish, Image, Layers, Slab, put, streamed_levels, unchanged
 from cascadeseg.network.model import Stage
-from cascadeseg.network.streams import finished, in_streams
+from cascadeseg.network.slabs import Finish, Image, Layers, unchanged
+from cascadeseg.network.streams import finished, in_streams, streamed_levels
 from cascadeseg.parallel import threads_to_share
 
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
@@ -94,10 +93,19 @@ class Engine:
             elsewhere for the sake of memory, at the price of many small pieces of work.
     """
 
-    work_bytes = 35.0
-    library_mb = 0.0
-
     def __init__(self, stage: Stage, device: torch.device, precision: Precision = "auto") -> None:
+        """Loads a network onto a device.
+
+        Args:
+            stage: the network, and what it sees.
+            device: where it runs.
+            precision: ``auto`` takes what the device is fast at.
+
+        Raises:
+            DeviceError: there is no precision of that name.
+        """
+        if precision not in (known := get_args(Precision)):
+            raise DeviceError("precision", str(precision), f"one of {', '.join(known)}")
         self.stage = stage
         self.device = device
         self.precision = fast_precision(device) if precision == "auto" else precision
@@ -144,43 +152,3 @@ def padded_to(image: Image, stride: int) -> tuple[Image, tuple[int, int, int]]:
     if isinstance(image, Tensor):
         return padded(slice(0, pz)), (nx, ny, nz)
     return Layers((channels, px, py, pz), padded), (nx, ny, nz)
-
-
-def slabs_of(depth: int, length: int, context: int) -> list[Slab]:
-    """Slabs that cover ``depth`` slices, one where ``context`` would be most of what they see.
-
-    Args:
-        depth: slices of the image.
-        length: slices kept of each slab, a multiple of the network's stride.
-        context: slices added on both sides, a multiple of the network's stride.
-    """
-    if depth <= length + 2 * context:
-        return [Slab(slice(0, depth), slice(0, depth))]
-    kept = [slice(start, min(start + length, depth)) for start in range(0, depth, length)]
-    return [Slab(part, slice(max(0, part.start - context), min(depth, part.stop + context))) for part in kept]
-
-
-def in_slabs(run: Callable[[Image], Tensor], image: Image, *, length: int, context: int) -> Tensor:
-    """Runs a network over a long image slab by slab along z, each with ``context`` voxels of its neighbours.
-
-    Equal to one run over the whole where the context covers the network's field of view (`UNetConfig.reach`).
-
-    Args:
-        run: (C, X, Y, z) to (K, X, Y, z).
-        image: (C, X, Y, Z).
-        length: see `slabs_of`.
-        context: see `slabs_of`.
-
-    Returns:
-        (K, X, Y, Z).
-    """
-    slabs = slabs_of(image.shape[3], length, context)
-    if len(slabs) == 1:
-        return run(image)
-    whole: Tensor | None = None
-    for slab in slabs:
-        part = run(image[..., slab.seen] if isinstance(image, Tensor) else image.cut(slab.seen))
-        whole = put(whole, part, slab, image.shape[3], 1, part.dtype)
-    if whole is None:
-        raise ValueError("an image without voxels")
-    return whole

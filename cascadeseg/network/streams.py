@@ -1,8 +1,8 @@
-"""A torch UNet's finest levels as streams along z: nothing is computed twice, and only their skips stay in memory.
+"""A UNet's finest levels as streams along z: nothing is computed twice, and only their skips stay in memory.
 
 The finest levels hold most of a forward pass's memory. Here they work on a few slices at a time, one piece after the
 other: each 3x3x3 convolution remembers the last two slices that it saw, so that the pieces together equal the whole.
-Slabs that overlap (`levels`, for engines whose graphs cannot remember) compute up to half of these levels twice.
+Slabs that overlap would compute up to half of these levels twice.
 
 In here tensors are (1, C, Z, Y, X), and the network is transposed: a few slices then lie in memory as a whole.
 """
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from cascadeseg.geometry import Shape
 from cascadeseg.memory import give_back_freed_memory
 from cascadeseg.network.blocks import BottleneckBlock, ResidualBlock, space_to_depth
-from cascadeseg.network.levels import NARROWER, Finish, Image, cell_of, streamed_levels
-from cascadeseg.network.unet import UNet
+from cascadeseg.network.slabs import Finish, Image
+from cascadeseg.network.unet import UNet, UNetConfig
 
 Slices = Callable[[slice], Tensor]
 """A range of slices to (1, C, z, Y, X)."""
@@ -26,12 +26,20 @@ PIECE_VOXELS = 500_000
 """Voxels of the image that are in work at any one time, about: fewer take less memory and more time."""
 FINISHED_VOXELS = 100_000
 """Voxels whose logits are in memory at any one time, about: they fit a processor's cache."""
+STREAMED_LEVELS = 2
+NARROWER = 16
+"""Samples of a coarser level hold more: 8 of the finer level's, and twice their channels."""
 THINNEST_PIECE = 8
 """Samples along z; of thinner pieces too much would be remembered slices."""
 ROOMY_MB = 1000.0
 """What a smaller process freed it may keep between levels: to give it back and fetch it again takes time."""
 FLAT = (0, 1, 1)
 """Padding of convolutions whose neighbours along z are there."""
+
+
+def streamed_levels(config: UNetConfig) -> int:
+    """How many levels are streams; none where InstanceNorm has to see all voxels at once."""
+    return min(STREAMED_LEVELS, len(config.widths) - 1) if config.norm == "batch" else 0
 
 
 def in_streams(network: UNet, image: Image, finish: Finish) -> Tensor:
@@ -137,6 +145,11 @@ def _pieces(shape: Shape, network: UNet, level: int, cell: int) -> Iterator[tupl
     length = cell * 2 * -(-max(THINNEST_PIECE, lag + 2, samples) // 2)
     for start in range(0, depth, length):
         yield slice(start, min(start + length, depth)), start + length >= depth
+
+
+def cell_of(config: UNetConfig, level: int) -> int:
+    """Input samples of a level's own samples, along each axis."""
+    return config.cell if level == 0 else 1
 
 
 def _slices_of(x: Tensor) -> Slices:

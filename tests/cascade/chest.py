@@ -13,7 +13,7 @@ from cascadeseg.formats.scan import Scan
 from cascadeseg.geometry import Grid
 from cascadeseg.labels import LEFT_LUNG, RIGHT_LUNG
 from cascadeseg.network import Model, UNet, UNetConfig, View, stage_of
-from cascadeseg.network.levels import Finish, Image, unchanged
+from cascadeseg.network.slabs import Finish, Image, unchanged
 
 CENTRES = {RIGHT_LUNG: (62.0, 0.0, 0.0), LEFT_LUNG: (-62.0, 0.0, 6.0)}
 RADII = np.array([44.0, 60.0, 80.0])
@@ -61,8 +61,6 @@ class Thresholder:
     precision: str = "fp32"
     shapes: list[tuple[int, ...]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    work_bytes: float = 60.0
-    library_mb: float = 0.0
     shareable: bool = False
     streamed: bool = True
     all_right: bool = False

@@ -87,20 +87,6 @@ def test_the_files_give_what_the_engine_gives_of_any_shape(model, exports, shape
     assert torch.allclose(run(refiner.content, hu=hu, opinion=opinion), wanted, atol=1e-4)
 
 
-@pytest.mark.skipif(find_spec("openvino") is None, reason="OpenVINO is not installed")
-def test_another_runtime_reads_them_and_gives_the_same(exports):
-    from cascadeseg.network.openvino_engine import openvino
-
-    images = {"hu": hu_of((8, 12, 16))[None], "opinion": torch.linspace(-1, 1, 16).expand(1, 1, 8, 12, 16)}
-    for one in exports:
-        network = openvino.Core().read_model(model=one.content)
-        compiled = openvino.Core().compile_model(network, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
-        given = {name: images[name].contiguous() for name in one.known["inputs"]}
-        (result,) = compiled({name: image.numpy() for name, image in given.items()}).values()
-        wanted = run(one.content, **{name: image[0] for name, image in given.items()})
-        assert torch.allclose(torch.from_numpy(result)[0], wanted, atol=1e-4)
-
-
 def test_a_file_says_what_it_is_and_nothing_of_the_machine_it_was_made_on(exports):
     import onnx
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from cascadeseg.cascade.locate import BESIDE_BODY_MM, BEYOND_MM, body_box, copy_of, found_in, locate, slabs_along_z
 from cascadeseg.formats.scan import Scan
 from cascadeseg.geometry import Box, Grid
-from cascadeseg.network.levels import Finish, Image, unchanged
+from cascadeseg.network.slabs import Finish, Image, unchanged
 from tests.cascade.chest import LUNG_HU, TISSUE_HU, Thresholder, chest, chest_grid, tiny_model
 
 BESIDE = (20, 45, 0)

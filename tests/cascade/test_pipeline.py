@@ -265,7 +265,6 @@ def test_a_model_without_second_stage_is_refused():
     ("option", "value", "words"),
     [
         ("precision", "float16", "precision: float16; expected one of auto, fp32, bf16, fp16"),
-        ("engine", "onnx", "--engine: onnx; expected one of auto, torch, openvino"),
         ("max_vram_gb", 1.0, "--max-vram: a limit for a GPU, on cpu; expected a cuda device; leave it out; --max-"),
     ],
 )

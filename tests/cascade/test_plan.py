@@ -46,7 +46,7 @@ def test_a_windowed_scan_needs_room_for_a_copy():
 
 def on_a_gpu(max_vram_gb: float | None, model: Model | None = None) -> Segmenter:
     """As a plan sees it, which never touches the device."""
-    segmenter = Segmenter(model, device="cpu", precision="bf16", engine="torch")
+    segmenter = Segmenter(model, device="cpu", precision="bf16")
     segmenter.max_vram_gb = max_vram_gb
     for engine in (segmenter.locator, segmenter.refiner):
         engine.device = torch.device("cuda")
@@ -88,7 +88,7 @@ def test_a_gpu_with_less_memory_still_sees_lungs_in_tiles():
 
 def test_both_lungs_are_refined_at_once_where_that_takes_little_or_is_allowed(two_threads):
     def shipped(slices: int, max_memory_gb: float | None = None) -> Plan:
-        limited = Segmenter(device="cpu", precision="bf16", engine="torch", max_memory_gb=max_memory_gb)
+        limited = Segmenter(device="cpu", precision="bf16", max_memory_gb=max_memory_gb)
         return limited.plan(long_scan(slices))
 
     short = shipped(320)
@@ -106,7 +106,7 @@ def test_both_lungs_are_refined_at_once_where_that_takes_little_or_is_allowed(tw
 
 
 def test_lungs_that_turn_out_to_be_small_are_refined_at_once_in_scans_of_medium_length(two_threads):
-    segmenter = Segmenter(device="cpu", precision="bf16", engine="torch")
+    segmenter = Segmenter(device="cpu", precision="bf16")
     medium = segmenter.plan(long_scan(700))
     assert 0 < medium.both_mb < np.inf
     assert medium.host_mb <= 1200
@@ -121,7 +121,7 @@ def test_lungs_that_turn_out_to_be_small_are_refined_at_once_in_scans_of_medium_
 
 def test_both_lungs_at_once_are_the_same_lungs(two_threads):
     scan = chest(chest_grid((3.0, 3.0, 3.0)))
-    segmenter = Segmenter(tiny_model(), device="cpu", precision="fp32", engine="torch")
+    segmenter = Segmenter(tiny_model(), device="cpu", precision="fp32")
     segmenter.locator = Thresholder(segmenter.locator.stage, sides=True)  # type: ignore[assignment]
     assert segmenter.plan(scan).both_mb
     at_once = segmenter.segment(scan).labels
@@ -133,7 +133,7 @@ def test_both_lungs_at_once_are_the_same_lungs(two_threads):
 def test_memory_that_runs_out_with_both_lungs_at_work_changes_neither(two_threads):
     scan = chest(chest_grid((3.0, 3.0, 3.0)))
     refiner = stage_of(View(2.0, prior=True), UNet(UNetConfig(2, 1, widths=(4, 8), block="bottleneck")))
-    segmenter = Segmenter(replace(tiny_model(), refiner=refiner), device="cpu", precision="fp32", engine="torch")
+    segmenter = Segmenter(replace(tiny_model(), refiner=refiner), device="cpu", precision="fp32")
     segmenter.locator = Thresholder(segmenter.locator.stage, sides=True)  # type: ignore[assignment]
     enough, engine, refused = segmenter.segment(scan), segmenter.refiner._engine, []
 
@@ -250,7 +250,7 @@ def test_memory_grows_with_the_voxels_alone():
 
 def test_the_mask_is_the_same_at_any_limit(monkeypatch):
     scan = chest(chest_grid((3.0, 3.0, 3.0)))
-    segmenter = Segmenter(tiny_model(), device="cpu", precision="fp32", engine="torch")
+    segmenter = Segmenter(tiny_model(), device="cpu", precision="fp32")
     whole = segmenter.segment(scan).labels
     context, stride = segmenter.refiner.stage.unet.context, segmenter.refiner.stage.unet.stride
     segmenter.plan = lambda scan: replace(  # type: ignore[method-assign]

@@ -1,9 +1,6 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
-from importlib.util import find_spec
 from math import prod
 
 import numpy as np
@@ -11,16 +8,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cascadeseg.errors import DeviceError
-from cascadeseg.network import Engine, UNet, UNetConfig, View, bounded, load_model, shipped_model, stage_of
-from cascadeseg.network.bounded import BoundedEngine, open_engine, pass_mb
+from cascadeseg.network import Engine, UNet, UNetConfig, View, load_model, shipped_model, stage_of
+from cascadeseg.network.bounded import BoundedEngine, pass_mb
 from cascadeseg.network.engine import fast_precision, padded_to
-from cascadeseg.network.levels import Layers
+from cascadeseg.network.slabs import Layers
 from cascadeseg.network.streams import FINISHED_VOXELS
 
 CPU = torch.device("cpu")
 SMALL = UNetConfig(2, 1, widths=(4, 8, 16), block="bottleneck")
-needs_openvino = pytest.mark.skipif(find_spec("openvino") is None, reason="OpenVINO is not installed")
 
 
 def stage(config: UNetConfig = SMALL):
@@ -45,7 +40,7 @@ def test_reach_is_as_far_as_an_input_matters(config):
 
 
 def test_tiles_equal_the_whole():
-    engine = BoundedEngine(stage(), CPU, "fp32", "torch")
+    engine = BoundedEngine(stage(), CPU, "fp32")
     image = torch.randn(2, 20, 17, 190)
     whole = engine(image)
     engine.largest_tile = 20 * 17 * (2 * SMALL.context + 24)
@@ -54,18 +49,15 @@ def test_tiles_equal_the_whole():
     assert torch.equal(engine(Layers((2, 20, 17, 190), lambda z: image[..., z])), engine(image))
 
 
-@pytest.mark.parametrize("kind", ["torch", pytest.param("openvino", marks=needs_openvino)])
 @pytest.mark.parametrize(
     "config",
     [SMALL, replace(SMALL, blocks=3), replace(SMALL, block="residual", blocks=2), replace(SMALL, stem="convolution")],
 )
-def test_levels_in_slabs_or_streams_equal_the_whole(monkeypatch, kind, config):
-    monkeypatch.setattr("cascadeseg.network.levels.SLAB_VOXELS", 1)
-    monkeypatch.setattr("cascadeseg.network.levels.THINNEST_SLAB", 8)
+def test_levels_in_streams_equal_the_whole(monkeypatch, config):
     monkeypatch.setattr("cascadeseg.network.streams.PIECE_VOXELS", 1)
     monkeypatch.setattr("cascadeseg.network.streams.THINNEST_PIECE", 1)
     image = torch.randn(2, 17, 20, 90)
-    engine = open_engine(stage(config), CPU, "fp32", kind)
+    engine = Engine(stage(config), CPU, "fp32")
     network = engine.stage.network().eval()
     with torch.inference_mode():
         whole = network(padded_to(image, config.stride)[0][None])[0, :, :17, :20, :90]
@@ -130,7 +122,6 @@ def test_logits_are_made_and_finished_few_at_a_time(streamed):
 class Starved:
     """An engine that has no memory for images longer than ``longest`` slices."""
 
-    work_bytes, library_mb = 60.0, 0.0
     shareable = False
     streamed = True
 
@@ -147,7 +138,7 @@ class Starved:
 
 @pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory")])
 def test_memory_that_runs_out_leads_to_smaller_tiles(error):
-    engine = BoundedEngine(stage(), CPU, "fp32", "torch")
+    engine = BoundedEngine(stage(), CPU, "fp32")
     engine._engine = Starved(150, error)
     image = torch.randn(2, 8, 8, 256)
     assert torch.equal(engine(image), image[:1])
@@ -155,7 +146,7 @@ def test_memory_that_runs_out_leads_to_smaller_tiles(error):
 
 
 def test_a_gpu_whose_memory_runs_out_goes_on_a_few_slices_at_a_time():
-    engine = BoundedEngine(stage(), CPU, "fp32", "torch")
+    engine = BoundedEngine(stage(), CPU, "fp32")
     starved = Starved(100, torch.OutOfMemoryError("CUDA out of memory"))
     starved.device, starved.streamed = torch.device("meta"), False
     engine._engine = starved
@@ -167,7 +158,7 @@ def test_a_gpu_whose_memory_runs_out_goes_on_a_few_slices_at_a_time():
 
 
 def test_other_errors_are_not_taken_for_memory():
-    engine = BoundedEngine(stage(), CPU, "fp32", "torch")
+    engine = BoundedEngine(stage(), CPU, "fp32")
     engine._engine = Starved(0, RuntimeError("a fault of our own"))
     with pytest.raises(RuntimeError, match="a fault of our own"):
         engine(torch.randn(2, 8, 8, 8))
@@ -185,7 +176,7 @@ def test_other_errors_are_not_taken_for_memory():
     ],
 )
 def test_memory_that_runs_out_is_known_by_what_libraries_say(said):
-    engine = BoundedEngine(stage(), CPU, "fp32", "torch")
+    engine = BoundedEngine(stage(), CPU, "fp32")
     engine._engine = Starved(150, RuntimeError(said))
     assert engine(torch.randn(2, 8, 8, 256)).shape == (1, 8, 8, 256)
     assert engine.notes
@@ -201,7 +192,7 @@ def test_memory_of_mps_is_given_back_before_another_try(monkeypatch):
 
 
 def test_memory_too_small_for_anything_is_said():
-    engine = BoundedEngine(stage(), CPU, "fp32", "torch")
+    engine = BoundedEngine(stage(), CPU, "fp32")
     engine._engine = Starved(0, MemoryError("no"))
     with pytest.raises(MemoryError):
         engine(torch.randn(2, 8, 8, 256))
@@ -217,7 +208,7 @@ class ZerosFromMeta(TorchDispatchMode):
 
 
 def starved_on_a_gpu(precision: str) -> tuple[BoundedEngine, Starved]:
-    engine = BoundedEngine(stage(), CPU, "fp32", "torch")
+    engine = BoundedEngine(stage(), CPU, "fp32")
     starved = Starved(0, torch.OutOfMemoryError("CUDA out of memory"))
     engine.device = starved.device = torch.device("meta")
     starved.precision = precision
@@ -254,7 +245,7 @@ def test_the_next_scan_begins_with_the_engine_that_was_chosen(precision):
 
 
 def test_scans_at_the_same_time_share_the_network_and_nothing_else():
-    engine = BoundedEngine(stage(), CPU, "fp32", "torch")
+    engine = BoundedEngine(stage(), CPU, "fp32")
     starved = Starved(100, torch.OutOfMemoryError("CUDA out of memory"))
     starved.device, starved.streamed = torch.device("meta"), False
     engine._engine = starved
@@ -266,52 +257,5 @@ def test_scans_at_the_same_time_share_the_network_and_nothing_else():
 
 
 def test_a_network_is_in_memory_once():
-    engine = BoundedEngine(stage(), CPU, "fp32", "torch")
+    engine = BoundedEngine(stage(), CPU, "fp32")
     assert engine.for_one_scan(streamed=True)._engine._network is engine._engine._network
-
-
-def test_openvino_by_name_where_it_cannot_be(monkeypatch):
-    with pytest.raises(DeviceError, match="openvino on meta"):
-        open_engine(stage(), torch.device("meta"), kind="openvino")
-    monkeypatch.setattr(bounded, "find_spec", lambda name: None)
-    with pytest.raises(DeviceError, match=r"pip install 'cascadeseg\[cpu\]'"):
-        open_engine(stage(), CPU, kind="openvino")
-    assert isinstance(open_engine(stage(), CPU), Engine)
-
-
-@needs_openvino
-@pytest.mark.parametrize(
-    "config",
-    [
-        SMALL,
-        replace(SMALL, block="residual", blocks=2, out_channels=3, in_channels=1),
-        replace(SMALL, norm="instance"),
-        replace(SMALL, stem="convolution"),
-    ],
-)
-def test_openvino_agrees_with_torch(config):
-    one = stage(config)
-    image = torch.randn(config.in_channels, 20, 17, 30)
-    torch_logits = open_engine(one, CPU, "fp32", "torch")(image)
-    openvino = open_engine(one, CPU, "fp32", "openvino")
-    assert openvino(image).shape == torch_logits.shape
-    assert torch.allclose(openvino(image), torch_logits, atol=2e-3, rtol=2e-3)
-    half = open_engine(one, CPU, "bf16", "openvino")(image)
-    assert float((half - torch_logits).norm() / torch_logits.norm()) < 0.05
-
-
-@needs_openvino
-def test_openvino_is_taken_by_name_alone():
-    kinds = ("auto", "torch", "openvino")
-    taken = [type(open_engine(stage(), CPU, "fp32", kind)).__name__ for kind in kinds]
-    assert taken == ["Engine", "Engine", "OpenVinoEngine"]
-
-
-@needs_openvino
-def test_openvino_reports_nothing_home_and_forks_nothing():
-    code = (
-        "import sys, threading, cascadeseg.network.openvino_engine; import openvino.tools; "
-        "print(threading.active_count(), {'openvino_telemetry', 'openvino.tools.ovc'} & set(sys.modules))"
-    )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert said.split() == ["1", "set()"]
