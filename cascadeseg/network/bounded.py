@@ -95,7 +95,9 @@ class BoundedEngine:
         self._instead: Runner | None = None
         self.precision: str = self._engine.precision
         self.largest_tile: float = float("inf")
-        """Voxels, context included, that may go through the network at a time."""
+        """Voxels, context included, that a plan lets go through the network at a time."""
+        self._tried_tile: float = float("inf")
+        """The same, of the tiles that memory which ran out has led to, on the engine that runs now."""
         self.notes: list[str] = []
 
     def for_one_scan(self, streamed: bool, largest_tile: float = float("inf")) -> Self:
@@ -107,7 +109,7 @@ class BoundedEngine:
         """
         mine = copy(self)
         mine._engine = copy(self._engine)  # which keeps whether it is streamed
-        mine._instead, mine.notes, mine.largest_tile = None, [], largest_tile
+        mine._instead, mine.notes, mine.largest_tile, mine._tried_tile = None, [], largest_tile, float("inf")
         mine.streamed = streamed
         return mine
 
@@ -122,7 +124,7 @@ class BoundedEngine:
                 if not is_out_of_memory(error):
                     raise
                 ran_out = error.with_traceback(None)  # whose frames hold on to the tensors
-            length = self._next_rung(length, image.shape[3], ran_out)
+            length = self._next_rung(length, image.shape, ran_out)
 
     @property
     def _running(self) -> Runner:
@@ -141,25 +143,34 @@ class BoundedEngine:
         self._running.streamed = streamed or self._running.device.type == "cpu"
 
     def tile_length(self, shape: tuple[int, ...]) -> int:
-        """Slices kept of each tile of a (C, X, Y, Z) image: all, or what the limit leaves beside the context."""
+        """Slices kept of each tile of a (C, X, Y, Z) image: all, or what the limits leave beside the context."""
         _, nx, ny, nz = shape
-        stride = self.stage.unet.stride
-        if nx * ny * nz <= self.largest_tile:
+        stride, largest = self.stage.unet.stride, min(self.largest_tile, self._tried_tile)
+        if nx * ny * nz <= largest:
             return nz
-        room = int(self.largest_tile / (nx * ny)) - 2 * self.stage.unet.context
+        room = int(largest / (nx * ny)) - 2 * self.stage.unet.context
         return max(stride, room // stride * stride)
 
-    def _next_rung(self, length: int, depth: int, error: Exception) -> int:
-        """A tile length that may fit, on an engine that may be another one now."""
+    def _next_rung(self, length: int, shape: tuple[int, ...], error: Exception) -> int:
+        """A tile length that may fit, on an engine that may be another one now; the scan's next image begins with it.
+
+        Args:
+            length: of the tiles that there was no memory for.
+            shape: (C, X, Y, Z) of the image.
+            error: what said so, raised where there is no way on.
+        """
         give_back(self.device)
         if not self.streamed and streamed_levels(self.stage.unet):
             self._note(f"stage of {self.stage.view.spacing_mm:g} mm a few slices at a time")
             self.streamed = True
             return length
         stride = self.stage.unet.stride
+        _, nx, ny, depth = shape
         shorter = length // 2 // stride * stride
-        if shorter and depth > shorter + 2 * self.stage.unet.context:
+        seen = shorter + 2 * self.stage.unet.context
+        if shorter and depth > seen:
             self._note(f"stage of {self.stage.view.spacing_mm:g} mm in tiles of {shorter} slices")
+            self._tried_tile = nx * ny * seen
             return shorter
         here = self._running.device
         if here.type == "cpu":
@@ -171,7 +182,8 @@ class BoundedEngine:
         else:
             self._note("the processor")
             self._instead = Engine(self.stage, torch.device("cpu"))
-        return depth
+        self._tried_tile = float("inf")
+        return self.tile_length(shape)
 
     def _note(self, what: str) -> None:
         self.notes.append(f"{self._running.device} ran out of memory; went on with {what}")

@@ -145,6 +145,34 @@ def test_memory_that_runs_out_leads_to_smaller_tiles(error):
     assert engine.notes[-1] == "cpu ran out of memory; went on with stage of 1 mm in tiles of 64 slices"
 
 
+def test_the_next_image_of_a_scan_begins_with_the_tiles_that_the_last_one_ended_with():
+    engine = BoundedEngine(stage(), CPU, "fp32")
+    engine._engine = starved = Starved(150, MemoryError())
+    engine(torch.randn(2, 8, 8, 256))
+    assert len(engine.notes) == 2, "tiles of 128 slices, then of 64"
+    starved.seen = []
+    image, wider = torch.randn(2, 8, 8, 240), torch.randn(2, 8, 10, 240)
+    assert torch.equal(engine(image), image[:1])
+    assert engine.tile_length(wider.shape) < engine.tile_length(image.shape) == 64
+    assert torch.equal(engine(wider), wider[:1])
+    assert max(starved.seen) <= 150, "no image ran into the limit again"
+    assert len(engine.notes) == 2
+    following = engine.for_one_scan(streamed=True)
+    assert following.tile_length((2, 8, 8, 256)) == 256
+
+
+def test_another_engine_begins_with_the_tiles_of_the_plan(monkeypatch):
+    engine, _ = starved_on_a_gpu("bf16")
+    instead = Starved(256, MemoryError())
+    monkeypatch.setattr(bounded, "open_engine", lambda *_: instead)
+    engine.largest_tile = 16 * 16 * (2 * SMALL.context + 24)
+    image = torch.empty(2, 16, 16, 190, device="meta")
+    engine(image)
+    assert engine.notes[-1].endswith("the processor")
+    assert max(instead.seen) == 2 * SMALL.context + 24
+    assert engine.tile_length(image.shape) == 24
+
+
 def test_a_gpu_whose_memory_runs_out_goes_on_a_few_slices_at_a_time():
     engine = BoundedEngine(stage(), CPU, "fp32")
     starved = Starved(100, torch.OutOfMemoryError("CUDA out of memory"))
