@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cascadeseg.network import Engine, UNet, UNetConfig, View, load_model, shipped_model, stage_of
+from cascadeseg.network import Engine, UNet, UNetConfig, View, bounded, load_model, shipped_model, stage_of
 from cascadeseg.network.bounded import BoundedEngine, pass_mb
 from cascadeseg.network.engine import fast_precision, padded_to
 from cascadeseg.network.slabs import Layers
@@ -164,7 +164,7 @@ def test_the_next_image_of_a_scan_begins_with_the_tiles_that_the_last_one_ended_
 def test_another_engine_begins_with_the_tiles_of_the_plan(monkeypatch):
     engine, _ = starved_on_a_gpu("bf16")
     instead = Starved(256, MemoryError())
-    monkeypatch.setattr(bounded, "open_engine", lambda *_: instead)
+    monkeypatch.setattr(bounded, "Engine", lambda *_: instead)
     engine.largest_tile = 16 * 16 * (2 * SMALL.context + 24)
     image = torch.empty(2, 16, 16, 190, device="meta")
     engine(image)
