@@ -7,10 +7,13 @@ a voxel, which spans ``i - 0.5`` to ``i + 0.5``. Only `formats` knows LPS or rev
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import permutations
+from typing import Any
 
+import fastremap
 import numpy as np
 import numpy.typing as npt
 
@@ -219,6 +222,40 @@ def bounding_box(mask: Mask | npt.NDArray[np.uint8]) -> Box | None:
             return None
         ranges.append((used[0], used[-1] + 1))
     return Box.of(*np.transpose(ranges))
+
+
+def counted(labels: npt.NDArray[Any]) -> Counter[int]:
+    """How many voxels have each value of an (X, Y, Z) array of whole numbers; layer by layer, so without a copy."""
+    counts: Counter[int] = Counter()
+    for layer in _layers(labels)[1]:
+        values, voxels = fastremap.unique(layer.astype(layer.dtype.newbyteorder("=")), return_counts=True)
+        counts.update(dict(zip(values.tolist(), voxels.tolist(), strict=True)))
+    return counts
+
+
+def centroid(labels: npt.NDArray[Any], grid: Grid, values: Sequence[int] = (True,)) -> Affine:
+    """RAS+ mm of the centre of all voxels that have one of some values (at least one has); layer by layer.
+
+    Args:
+        labels: (X, Y, Z) a mask, or whole numbers.
+        grid: where they lie.
+        values: those that count.
+    """
+    across, layers = _layers(labels)
+    down, along = (axis for axis in range(3) if axis != across)
+    sections = [np.zeros(n, np.int64) for n in labels.shape]
+    for place, layer in enumerate(layers):
+        there = np.isin(layer, values)
+        sections[across][place] = there.sum()
+        sections[down] += there.sum(axis=1)
+        sections[along] += there.sum(axis=0)
+    return grid.world([np.average(np.arange(len(section)), weights=section) for section in sections])
+
+
+def _layers(array: npt.NDArray[Any]) -> tuple[int, Iterable[npt.NDArray[Any]]]:
+    """The axis along which a volume's layers lie one after the other in memory, and these."""
+    axis = int(np.argmax(np.abs(array.strides)))
+    return axis, np.moveaxis(array, axis, 0)
 
 
 def _shape(values: Sequence[int] | npt.NDArray[np.int64]) -> Shape:

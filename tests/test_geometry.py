@@ -6,7 +6,7 @@ import nibabel
 import numpy as np
 import pytest
 
-from cascadeseg.geometry import Box, Grid, bounding_box, canonical_view
+from cascadeseg.geometry import Box, Grid, bounding_box, canonical_view, centroid, counted
 from tests.formats.volumes import ORIENTATIONS, SHAPE, SPACING_MM, affine_of, ct_values, oblique_grid, rotation
 
 
@@ -180,3 +180,19 @@ def test_bounding_box() -> None:
     assert bounding_box(mask) is None
     mask[1, 2, 3] = mask[2, 4, 6] = True
     assert bounding_box(mask) == Box((1, 2, 3), (3, 5, 7))
+
+
+@pytest.mark.parametrize("kind", ["uint8", "<i2", ">i4", "int64"])
+@pytest.mark.parametrize("directions", ORIENTATIONS[::7], ids=lambda d: "".join(nibabel.aff2axcodes(affine_of(d))))
+def test_values_are_counted_and_their_centre_found_as_they_lie_in_memory(directions: np.ndarray, kind: str) -> None:
+    grid = Grid(SHAPE, affine_of(rotation(9, -14, 20) @ directions))
+    labels = canonical_view(np.random.default_rng(1).choice([0, 1, 2, 100], SHAPE).astype(kind), grid)
+    labels[0], grid = 2, grid.canonical()
+    assert counted(labels) == {value: np.count_nonzero(labels == value) for value in (0, 1, 2, 100)}
+    assert np.allclose(centroid(labels, grid, [2, 100]), grid.world(np.argwhere(labels >= 2).mean(axis=0)))
+    assert np.allclose(centroid(labels == 2, grid), centroid(labels, grid, [2]))
+
+
+def test_values_beyond_a_byte_are_counted_as_they_are() -> None:
+    labels = np.array([-(2**40), 0, 7, 7, 2**40, 0, 0, 0]).reshape(2, 2, 2)
+    assert counted(labels) == {-(2**40): 1, 0: 4, 7: 2, 2**40: 1}

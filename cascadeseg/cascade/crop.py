@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from cascadeseg.cascade.locate import LAYERS, Coarse, copy_of, found_in
 from cascadeseg.formats.scan import Scan, sampled_hu
-from cascadeseg.geometry import Box, Grid, Mask, bounding_box
+from cascadeseg.geometry import Box, Grid, Mask, bounding_box, centroid
 from cascadeseg.labels import LEFT_LUNG, LUNGS, RIGHT_LUNG, Label
 
 MARGIN_MM = 8.0
@@ -324,7 +324,7 @@ def _agree_with_geometry(masks: dict[Label, Mask], grid: Grid) -> dict[Label, Ma
     Lungs that lie one in front of the other, in a patient on the side whose header does not say so, keep the names
     that the network gave them.
     """
-    across, forward, _ = _centroid(masks[RIGHT_LUNG], grid) - _centroid(masks[LEFT_LUNG], grid)
+    across, forward, _ = centroid(masks[RIGHT_LUNG], grid) - centroid(masks[LEFT_LUNG], grid)
     if across >= SEPARATION_MM or abs(forward) > max(2 * SEPARATION_MM, abs(across)):
         return masks
     larger = max(masks, key=lambda label: int(masks[label].sum()))
@@ -354,11 +354,6 @@ def _two_centroids(area: npt.NDArray[np.int64]) -> tuple[float, float]:
             break
         low, high = (float(np.average(index[part], weights=area[part])) for part in (lower, ~lower))
     return low, high
-
-
-def _centroid(mask: Mask, grid: Grid) -> npt.NDArray[np.float64]:
-    sections = [mask.sum(axis=tuple(other for other in range(3) if other != axis)) for axis in range(3)]
-    return grid.world([np.average(np.arange(len(section)), weights=section) for section in sections])
 
 
 def regrow(lung: LungBox, cut: list[tuple[int, bool]], growth_mm: float = GROWTH_MM) -> LungBox:

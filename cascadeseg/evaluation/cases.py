@@ -16,7 +16,7 @@ from cascadeseg.evaluation.tables import Case
 from cascadeseg.formats import MASK_SUFFIXES, read_labels, stem_of, suffix_of
 from cascadeseg.formats.names import MASK_ENDINGS, SLICER_SUFFIX, is_mask_name
 from cascadeseg.formats.nrrd import segment_names
-from cascadeseg.geometry import SAME_GRID_MM, Box, canonical_view
+from cascadeseg.geometry import SAME_GRID_MM, Box, canonical_view, counted
 from cascadeseg.labels import BACKGROUND, IGNORE, LUNGS
 
 OUR_ENDING = "_lungs"
@@ -82,7 +82,7 @@ def score(prediction: Path, reference: Path) -> Case:
     (predicted, expected), spacing_mm = _on_one_grid(prediction, reference)
     values = [BACKGROUND, *(lung.value for lung in LUNGS)]
     for path, labels, known in ((prediction, predicted, values), (reference, expected, [*values, IGNORE])):
-        others = sorted(set(np.unique(labels).tolist()) - set(known))
+        others = sorted(set(counted(labels)) - set(known))
         if others:
             raise ScanError(path, f"label {others[0]}", MEANING)
         _refuse_other_sides(path)

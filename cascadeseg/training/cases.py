@@ -22,7 +22,7 @@ from cascadeseg.cascade.refine import lung_image, mirrored
 from cascadeseg.cascade.resample import resample_scan, resample_volume
 from cascadeseg.cascade.windowed import restored
 from cascadeseg.formats.scan import Scan
-from cascadeseg.geometry import Grid, canonical_view
+from cascadeseg.geometry import Grid, canonical_view, counted
 from cascadeseg.labels import BACKGROUND, BESIDE, IGNORE, LUNGS, Label
 from cascadeseg.network.engine import Engine
 from cascadeseg.network.model import View
@@ -206,10 +206,10 @@ def labels_on(labels: npt.NDArray[Any], source: Grid, target: Grid) -> Tensor:
     if source.matches(target):
         return torch.from_numpy(np.ascontiguousarray(labels, dtype=np.uint8))
     result = torch.zeros(target.shape, dtype=torch.uint8)
-    for value in np.unique(labels):
+    for value in sorted(counted(labels)):
         if value != BACKGROUND:
             mask = torch.from_numpy(np.ascontiguousarray(labels == value))
-            result[resample_volume(mask, source, target) > 0.5] = int(value)
+            result[resample_volume(mask, source, target) > 0.5] = value
     return result
 
 

@@ -65,7 +65,8 @@ class DataConfig:
             locator is better than it ever will be on strange ones, and the refiner would follow it to the voxel.
         box_jitter_mm: stage 2 only: where a patch is as large as the case, each face of the box lies anywhere from this
             much inside inference's to as much outside (where the scan ends, only inside, by up to twice as much).
-        workers: processes that prepare cases ahead of training; 0: all processors that the run may use but one.
+        workers: processes that prepare cases ahead of training, and threads that read files before; 0: all processors
+            that the run may use but one, and at most four.
         device: where workers render synthetic patients and run the locator.
         cache: folder of prepared cases, shared by runs; empty: inside the run folder.
         seed: synthetic only: of the first patient; the others count up from it.

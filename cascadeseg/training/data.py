@@ -21,7 +21,7 @@ from cascadeseg.training.cache import CaseStore, Kind
 from cascadeseg.training.cases import FilePatient, Patient, SyntheticPatient, unknown_tissues
 from cascadeseg.training.config import DataConfig, TrainingConfig
 from cascadeseg.training.listing import listing, sides
-from cascadeseg.training.preflight import Inspected, inspect
+from cascadeseg.training.preflight import READERS, Inspected, inspect
 from cascadeseg.training.state import CHECKPOINT, Relief
 
 LARGEST_BATCH = 4096
@@ -154,7 +154,7 @@ def patients_of(
         return all_of_them[data.validation :], all_of_them[: data.validation]
     listed = listing(Path(data.source))
     mapping, problems = sides(listed, data.labels)
-    cases = inspect(listed, mapping, problems, data.workers or processors(), stopped)
+    cases = inspect(listed, mapping, problems, data.workers or min(READERS, processors()), stopped)
     folds = _kept_folds(cases, data, record)
     patients = [FilePatient(case, folds[case.entry.name]) for case in cases]
     training = [patient for patient in patients if patient.fold != data.fold]

@@ -14,12 +14,14 @@ import numpy.typing as npt
 
 from cascadeseg.errors import CascadesegError, ConfigError, ScanError
 from cascadeseg.formats import read_labels, read_scan
-from cascadeseg.geometry import SAME_GRID_MM, Grid
+from cascadeseg.geometry import SAME_GRID_MM, Grid, centroid, counted
 from cascadeseg.labels import IGNORE, LEFT_LUNG, RIGHT_LUNG
 from cascadeseg.training.listing import Entry, Listing
 from cascadeseg.training.prefetch import WAIT_S
 
 SMALLEST_LUNG_ML = 1.0
+READERS = 4
+"""Threads that read, at most, unless the recipe says how many: each holds a scan or a label map, and a disk is one."""
 
 
 @dataclass(frozen=True)
@@ -128,8 +130,7 @@ def _told(grid: Grid) -> str:
 
 
 def _label_problems(path: Path, labels: npt.NDArray[Any], grid: Grid, sides: dict[int, int]) -> list[Exception]:
-    values, counts = np.unique(labels, return_counts=True)
-    there = {int(value): int(count) for value, count in zip(values, counts, strict=True)}
+    there = counted(labels)
     unknown = sorted(set(there) - set(sides))
     errors: list[Exception] = []
     if unknown:
@@ -139,7 +140,7 @@ def _label_problems(path: Path, labels: npt.NDArray[Any], grid: Grid, sides: dic
     for lung in (RIGHT_LUNG, LEFT_LUNG):
         mine = [value for value in there if sides.get(value) == lung.value]
         if mine and sum(there[value] for value in mine) * grid.voxel_volume_ml >= SMALLEST_LUNG_ML:
-            centres[lung] = float(grid.world(np.argwhere(np.isin(labels, mine)).mean(axis=0))[0])
+            centres[lung] = float(centroid(labels, grid, mine)[0])
     if not centres and not any(sides.get(value) == IGNORE for value in there):
         errors.append(ScanError(path, f"no lung of {SMALLEST_LUNG_ML:g} ml or more", "at least one lung"))
     if len(centres) == 2 and centres[RIGHT_LUNG] <= centres[LEFT_LUNG]:
