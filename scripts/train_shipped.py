@@ -48,11 +48,12 @@ import torch
 from cascadeseg import __version__
 from cascadeseg import config as configs
 from cascadeseg.atomic import replace_text
-from cascadeseg.errors import CascadesegError
+from cascadeseg.errors import CascadesegError, ModelError
 from cascadeseg.network import Model, Stage, load_model, save_model, shipped_model
 from cascadeseg.training.config import TrainingConfig
 from cascadeseg.training.data import Data
 from cascadeseg.training.loop import train
+from cascadeseg.training.state import CHECKPOINT
 
 RECIPES = Path(__file__).parent.parent / "configs"
 SUFFIX = {"cpu": "", "gpu": "-gpu", "smoke": "-smoke"}
@@ -230,10 +231,15 @@ def trained(config: TrainingConfig, run: Path, device: str, limit_s: float | Non
 
 
 def steps_done(run: Path, stage: int) -> int:
-    """Steps of the model that a run has saved."""
+    """Steps of the model that a run has saved; 0 where it was killed while it wrote that: its checkpoint has them."""
     if not (run / "model" / "model.json").exists():
         return 0
-    return int(load_model(run / "model").notes[f"stage{stage}_steps"])
+    try:
+        return int(load_model(run / "model").notes[f"stage{stage}_steps"])
+    except ModelError:
+        if (run / CHECKPOINT).exists():
+            return 0
+        raise
 
 
 def unfinished(stage: int, run: Path, config: TrainingConfig) -> int:

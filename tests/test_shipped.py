@@ -182,6 +182,7 @@ def test_the_weights_are_small_checked_and_described():
     description = json.loads((folder / "model.json").read_text(encoding="utf-8"))
     weights = (folder / "model.safetensors").read_bytes()
     assert hashlib.sha256(weights).hexdigest() == description["sha256"]
+    assert len(description["description_sha256"]) == 64  # what a network sees is checked, too
     assert len(weights) < 8e6
     card = (folder / "README.md").read_text(encoding="utf-8")
     assert description["sha256"] in card

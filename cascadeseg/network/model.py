@@ -1,8 +1,8 @@
 """The *model*: everything inference needs to know, in one value and one folder.
 
 A model folder holds ``model.safetensors`` (the weights of both networks, plain tensors, never pickled) and
-``model.json`` (what each network is, what it sees, and the SHA-256 of the weights). Training writes it, inference
-reads it and nothing else, so a network cannot meet the wrong preprocessing.
+``model.json`` (what each network is, what it sees, the SHA-256 of the weights, and that of all it says itself but for
+the notes). Training writes it, inference reads it and nothing else, so a network cannot meet the wrong preprocessing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from cascadeseg import config as configs
-from cascadeseg.atomic import replace_file, replace_text
+from cascadeseg.atomic import staged
 from cascadeseg.errors import ConfigError, ModelError
 from cascadeseg.labels import VALUES
 from cascadeseg.network.unet import UNet, UNetConfig
@@ -30,6 +30,8 @@ FORMAT = 1
 KEYS = {"name": str, "version": str, "sha256": str, "labels": dict, "stages": dict}
 """What every description has beside its format."""
 COPY_AGAIN = "install or copy the model again"
+OWN_SHA256 = "description_sha256"
+"""The key of a description's own hash; those written by versions that knew none lack it."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,10 @@ def shipped_model() -> Path:
 
 
 def save_model(model: Model, folder: Path, *, half: bool = True) -> None:
-    """Writes a model folder; each file appears whole or not at all, the description last.
+    """Writes a model folder: both files whole under other names before either takes its own, the description last.
+
+    So a full disk leaves the model that was there. Who kills the process between the two renames leaves new weights
+    with the description of the old ones, which `load_model` refuses.
 
     Args:
         model: what to write.
@@ -144,18 +149,19 @@ def save_model(model: Model, folder: Path, *, half: bool = True) -> None:
         "sha256": hashlib.sha256(weights).hexdigest(),
         "labels": VALUES,
         "stages": {name: {"view": asdict(stage.view), "unet": asdict(stage.unet)} for name, stage in stages.items()},
-        "notes": dict(model.notes),
     }
-    replace_file(folder / "model.safetensors", lambda part: part.write_bytes(weights))
-    replace_text(folder / "model.json", json.dumps(description, indent=2) + "\n")
+    description |= {OWN_SHA256: _own_sha256(description), "notes": dict(model.notes)}
+    with staged(folder / "model.json") as part:
+        part.with_name("model.safetensors").write_bytes(weights)
+        part.write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
 
 
 def load_model(folder: str | Path | None = None) -> Model:
     """Reads a model folder, or the shipped model.
 
     Raises:
-        ModelError: a file is missing or damaged, the weights are not those that the description names, or its
-            labels are not ours.
+        ModelError: a file is missing or damaged, the weights are not those that the description names, its labels are
+            not ours, or it was changed after it was written.
     """
     if folder == "":  # to Path it is the current folder
         raise ModelError("''", "an empty name", "a model folder, or None for the shipped model")
@@ -171,7 +177,8 @@ def load_model(folder: str | Path | None = None) -> Model:
             folder / "model.safetensors",
             f"SHA-256 {sha256[:12]}...",
             f"{description['sha256'][:12]}... as model.json says",
-            f"the file is damaged or was exchanged: {COPY_AGAIN}",
+            "the file is damaged or was exchanged, or a training was killed while it wrote both: go on with that "
+            f"training, or {COPY_AGAIN}",
         )
     try:
         tensors = load_tensors(weights)
@@ -180,6 +187,9 @@ def load_model(folder: str | Path | None = None) -> Model:
     except (AttributeError, ConfigError, KeyError, TypeError, ValueError, SafetensorError) as error:
         found = f"a model description that does not hold together ({error})"
         raise ModelError(folder, found, "the model.json that was written with its weights", COPY_AGAIN) from error
+    if description.get(OWN_SHA256, own := _own_sha256(description)) != own:
+        found = "a description that was changed after it was written (its notes may be)"
+        raise ModelError(folder / "model.json", found, "the one that was written with its weights", COPY_AGAIN)
     return Model(
         locator=locator,
         refiner=stages.get("refiner"),
@@ -188,6 +198,12 @@ def load_model(folder: str | Path | None = None) -> Model:
         sha256=sha256,
         notes=description.get("notes", {}),
     )
+
+
+def _own_sha256(description: Mapping[str, Any]) -> str:
+    """Of all that a description says, the weights' hash included, but for its notes; however its text is laid out."""
+    said = {key: value for key, value in description.items() if key not in (OWN_SHA256, "notes")}
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
 def _description(folder: Path) -> dict[str, Any]:

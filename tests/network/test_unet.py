@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
 import torch
 
-from cascadeseg.errors import DeviceError, ModelError
+from cascadeseg.errors import DeviceError, ModelError, OutputError
 from cascadeseg.network import (
     Engine,
     Model,
@@ -277,6 +278,7 @@ def test_what_is_no_model_is_refused_in_one_line(tmp_path):
 def test_a_description_that_lacks_or_changes_something_is_refused_in_one_line(tmp_path, keys, value, words):
     save_model(model(), tmp_path)
     description = table = json.loads((tmp_path / "model.json").read_text(encoding="utf-8"))
+    del description["description_sha256"]  # as those were written that knew none
     for key in keys[:-1]:
         table = table[key]
     if value is None:
@@ -307,3 +309,77 @@ def test_each_gpu_has_its_own_fast_precision(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation: True)  # the first one's
     monkeypatch.setattr("torch.cuda.get_device_capability", capability.get)
     assert [fast_precision(device) for device in capability] == ["bf16", "fp16"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "value"),
+    [
+        (["stages", "refiner", "view", "spacing_mm"], 1.5),
+        (["stages", "locator", "view", "high_hu"], 400.0),
+        (["version"], "4"),
+        (["description_sha256"], "0" * 64),
+    ],
+)
+def test_a_description_that_was_changed_after_it_was_written_is_refused(tmp_path, keys, value):
+    """What a network sees is not in its weights, and no other hash tells that it was changed."""
+    save_model(model(), tmp_path)
+    description = table = json.loads((tmp_path / "model.json").read_text(encoding="utf-8"))
+    for key in keys[:-1]:
+        table = table[key]
+    table[keys[-1]] = value
+    (tmp_path / "model.json").write_text(json.dumps(description), encoding="utf-8")
+    words = r"model\.json: a description that was changed .*; expected the one that was written with .*; install"
+    with pytest.raises(ModelError, match=words) as refused:
+        load_model(tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+def test_notes_and_the_layout_of_a_description_may_change(tmp_path):
+    save_model(model(), tmp_path)
+    description = json.loads((tmp_path / "model.json").read_text(encoding="utf-8"))
+    description = dict(sorted((description | {"notes": {"calibrated": "later"}}).items()))
+    (tmp_path / "model.json").write_text(json.dumps(description, indent=7), encoding="utf-8")
+    assert load_model(tmp_path).notes == {"calibrated": "later"}
+
+
+@pytest.fixture
+def torn(tmp_path, monkeypatch):
+    """A model folder whose writer was killed between the two renames."""
+    save_model(model(), tmp_path)
+    rename = Path.replace
+
+    def killed(part, target):
+        if target.name == "model.json":
+            raise KeyboardInterrupt
+        return rename(part, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            save_model(replace(model(), refiner=None), tmp_path)
+    return tmp_path
+
+
+def test_a_model_whose_writer_was_killed_says_what_to_do(torn):
+    words = r"model\.safetensors: SHA-256 .* or a training was killed while it wrote both: go on with that training, or"
+    with pytest.raises(ModelError, match=words):
+        load_model(torn)
+    save_model(model(), torn)
+    assert load_model(torn).refiner is not None
+
+
+def test_a_disk_that_is_full_before_the_description_is_written_leaves_the_model_that_was_there(tmp_path, monkeypatch):
+    before = replace(model(), name="before")
+    save_model(before, tmp_path)
+    write = Path.write_text
+
+    def full(path, *more, **options):
+        if path.name == "model.json":
+            raise OSError(28, "No space left on device")
+        return write(path, *more, **options)
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OutputError, match=r"model\.json: cannot be written \(No space left on device\)"):
+        save_model(replace(model(), refiner=None), tmp_path)
+    assert load_model(tmp_path).name == "before"
+    assert len(list(tmp_path.iterdir())) == 2

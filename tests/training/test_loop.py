@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import json
 import os
 import random
@@ -34,6 +35,8 @@ from cascadeseg.training.state import Relief, averaged, update_average
 from tests.cascade.chest import chest, chest_grid, dice, truth
 from tests.test_cli import children
 from tests.training.toy import NOTHING_RANDOM, stage1, stage2, with_data
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
 @pytest.fixture
@@ -164,6 +167,23 @@ def test_a_run_out_of_time_is_saved(recipe, tmp_path, capsys):
     assert load_model(tmp_path / "model").notes["stage1_steps"] == 0
     run(recipe(), tmp_path, resume=True)
     assert lines(tmp_path)[-1]["step"] == 6
+
+
+def test_a_model_whose_writer_was_killed_is_written_anew_from_the_checkpoint(recipe, tmp_path, monkeypatch):
+    """Also of a finished run, from which the script that trains the shipped model goes on without more ado."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+    train_shipped = importlib.import_module("train_shipped")
+    model = run(recipe(), tmp_path)
+    assert train_shipped.steps_done(tmp_path, 1) == 6
+    whole, description = weights(model), (model / "model.json").read_text(encoding="utf-8")
+    (model / "model.json").write_text(description.replace(load_model(model).sha256, "0" * 64), encoding="utf-8")
+    assert train_shipped.steps_done(tmp_path, 1) == 0
+    run(recipe(), tmp_path, resume=True)
+    assert (train_shipped.steps_done(tmp_path, 1), weights(model)) == (6, whole)
+    (tmp_path / "checkpoint.pt").unlink()
+    (model / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"no readable model\.safetensors"):  # hours are not begun anew unasked
+        train_shipped.steps_done(tmp_path, 1)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
