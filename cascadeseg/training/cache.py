@@ -51,6 +51,15 @@ SIGNAL_S = 2.0
 KILLED = "a process that prepares cases ran out of memory or was killed"
 WHOLE_SPACING = 1.5
 """Synthetic patients held out from stage 2 are scanned at this times its spacing, as thin clinical slices are."""
+PACKAGE = Path(synthesis.__file__).parents[1]
+PREPARE = (
+    *("geometry.py", "labels.py", "formats/scan.py"),
+    *("cascade/resample.py", "cascade/locate.py", "cascade/crop.py", "cascade/refine.py", "cascade/windowed.py"),
+    *("training/preflight.py", "training/cases.py", "training/cache.py"),
+)
+"""The files that decide the voxels of every case, of those that it has read."""
+RENDER, LOCATE = ("synthesis/*.py",), ("network/*.py",)
+"""Those that decide a synthetic patient's as well, and what a locator says of a patient."""
 
 
 class CaseStore:
@@ -199,21 +208,25 @@ def recipe_digest(config: TrainingConfig, folds: Sequence[int] = (0,)) -> str:
         "stride": config.unet.stride,
         "labels": asdict(data.labels),
         "version": __version__,
-        "synthetic": [data.preset, _generator_digest()] if data.source == "synthetic" else None,
+        "prepared_by": _code_digest(PREPARE),
+        "synthetic": [data.preset, _code_digest(RENDER)] if data.source == "synthetic" else None,
     }
     if config.stage == 2:
         what |= {"jitter": data.box_jitter_mm, "predicted": predicts_boxes(config)}
     if predicts_boxes(config):
         folders = dict.fromkeys(locator_folder(config, fold) for fold in folds)
-        what["locators"] = [load_model(folder).sha256 for folder in folders]
+        locators = map(load_model, folders)
+        what["located_by"] = _code_digest(LOCATE)
+        what["locators"] = [[model.sha256, asdict(model.locator.view)] for model in locators]
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def _generator_digest() -> str:
-    """Of the code that makes synthetic patients: who changes it does not train on yesterday's."""
+def _code_digest(files: Sequence[str]) -> str:
+    """Of some of the package's files: who changes them does not train on yesterday's cases."""
     state = hashlib.sha256()
-    for module in sorted(Path(synthesis.__file__).parent.glob("*.py")):
-        state.update(module.read_bytes())
+    for pattern in files:
+        for module in sorted(PACKAGE.glob(pattern)):
+            state.update(module.read_bytes())
     return state.hexdigest()[:12]
 
 

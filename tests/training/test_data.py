@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import csv
 import gzip
 import json
@@ -29,7 +30,7 @@ from cascadeseg.formats import read_labels, read_scan, write_labels, write_scan
 from cascadeseg.formats.scan import Scan
 from cascadeseg.geometry import Grid
 from cascadeseg.labels import BESIDE, IGNORE, LEFT_LUNG, LUNGS, RIGHT_LUNG
-from cascadeseg.network import View, load_model
+from cascadeseg.network import View, load_model, save_model
 from cascadeseg.training import cache as caching
 from cascadeseg.training import data as reading
 from cascadeseg.training import preflight
@@ -586,6 +587,63 @@ def test_the_cache_is_keyed_by_recipe_and_content(folder, tmp_path):
     write_dataset_json(root, OURS | {"lobe_left_upper": 255})
     changed, _ = patients_of(stage1(root), tmp_path / "split.json")
     assert changed[0].key != again[0].key
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """The package's own files as the cache sees them, to change."""
+    copy = shutil.copytree(caching.PACKAGE, tmp_path / "package", ignore=lambda *_: ["__pycache__", "weights"])
+    monkeypatch.setattr(caching, "PACKAGE", copy)
+    return copy
+
+
+def changed(file: Path) -> None:
+    file.write_text(file.read_text(encoding="utf-8") + "# changed\n", encoding="utf-8")
+
+
+def test_the_cache_is_keyed_by_the_code_that_decides_a_cases_voxels(folder, package):
+    before, digests = recipe_digest(stage1(folder)), []
+    for name in caching.PREPARE:
+        changed(package / name)
+        digests.append(recipe_digest(stage1(folder)))
+    assert len({before, *digests}) == 1 + len(caching.PREPARE)
+    for name in ("synthesis/patient.py", "network/unet.py", "cascade/export.py", "training/loop.py"):
+        changed(package / name)
+        assert recipe_digest(stage1(folder)) == digests[-1]
+
+
+@pytest.mark.parametrize(("source", "boxes"), [("synthetic", "perturbed"), ("files", "predicted")])
+def test_the_cache_is_keyed_by_the_generators_code_and_the_locators_where_they_matter(folder, package, source, boxes):
+    config = stage2(folder if source == "files" else source, Path())
+    config = replace(with_data(config, boxes=boxes), locator="")
+    digests = [recipe_digest(config)]
+    for name in ("synthesis/patient.py", "network/unet.py"):
+        changed(package / name)
+        digests.append(recipe_digest(config))
+    rendered, located = digests[1] != digests[0], digests[2] != digests[1]
+    assert (rendered, located) == (source == "synthetic", boxes == "predicted")
+
+
+def test_every_module_of_the_cascade_that_prepares_cases_is_in_the_caches_key():
+    reached, waiting = set(), {"training/cases.py"}
+    while waiting:
+        reached.add(file := waiting.pop())
+        tree = ast.parse((caching.PACKAGE / file).read_text(encoding="utf-8"))
+        modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
+        parts = [module.split(".")[1:] for module in modules if module.startswith("cascadeseg.cascade.")]
+        waiting |= {"/".join(part) + ".py" for part in parts} - reached
+    assert len(reached) > 4
+    assert reached <= set(caching.PREPARE)
+
+
+def test_the_cache_is_keyed_by_what_a_locator_sees(folder, tmp_path):
+    """Which its weights, and their hash, do not tell."""
+    model, digests = load_model(), set()
+    for spacing in (2.0, 2.5):
+        seen = replace(model, locator=replace(model.locator, view=replace(model.locator.view, spacing_mm=spacing)))
+        save_model(seen, tmp_path / "model")
+        digests.add(recipe_digest(with_data(stage2(folder, tmp_path / "model"), boxes="predicted")))
+    assert len(digests) == 2
 
 
 def test_the_cache_is_keyed_by_every_voxel(folder, tmp_path):
