@@ -205,7 +205,7 @@ def _add_check(commands: Any) -> None:
 def _add_evaluate(commands: Any) -> None:
     parser = _command(commands, _run_evaluate, "Score masks against references: overlap, surface distances, volumes.")
     add = parser.add_argument
-    add("prediction", metavar="PRED", help="a mask, or a folder of masks")
+    add("prediction", metavar="PRED", help="a mask (also a DICOM segmentation), or a folder of masks")
     add("reference", metavar="REF", help="its reference, or a folder of references with the same names")
     for kind in ("json", "csv"):
         name = _ends_in(f".{kind}", f"--{kind}", "the table's name")

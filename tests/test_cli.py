@@ -10,6 +10,7 @@ import csv
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -43,6 +44,7 @@ from cascadeseg.geometry import Box, Grid, canonical_view
 from cascadeseg.labels import LUNGS
 from cascadeseg.outputs import check_folder
 from tests.formats.dicom_series import write_enhanced, write_series
+from tests.formats.volumes import affine_of, rotation
 
 SHAPE = (24, 20, 16)
 
@@ -1619,6 +1621,38 @@ def test_evaluate_and_resume_take_slicer_segmentations_cut_to_what_they_fill(
     SimpleITK.WriteImage(far, "cut/far.seg.nrrd")
     refused(["evaluate", "cut/far.seg.nrrd", mask], "cut/far.seg.nrrd: ", "not on the grid of a_lungs.seg.nrrd")
     refused(["infer", scan, "-o", "cut/far.seg.nrrd", "--resume"], "cut/far.seg.nrrd: a mask of another scan (")
+
+
+def test_evaluate_takes_dicom_segmentations_cut_to_their_frames(
+    tmp_path: Path, refused: Refused, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder in ("ct/a", "ct/b"):
+        write_series(tmp_path / folder, two_boxes(), Grid(SHAPE, affine_of(rotation(12, -7, 20))))
+        run("infer", folder, "-o", "seg/", "--format", "dcm", "--quiet")
+        run("infer", folder, "-o", "plain/", "--quiet")
+    mask, plain = Path("seg/a_lungs.dcm"), Path("plain/a_lungs.nii.gz")
+    assert read_labels(mask)[0].shape != SHAPE, "no frames above and below the lungs"
+    Path("any name").write_bytes(mask.read_bytes())
+
+    def scored(*pair: Path | str) -> list[list[str]]:
+        capsys.readouterr()
+        assert run("evaluate", *pair) == 0
+        out, err = capsys.readouterr()
+        assert err == ""
+        return [[row[0], row[2]] for row in map(str.split, out.splitlines()) if row[1:2] in (["right"], ["left"])]
+
+    for pair in ((mask, plain), (plain, mask), (mask, mask), ("any name", plain)):
+        assert [dice for _, dice in scored(*pair)] == ["1.0000"] * 2
+    both = [["a", "1.0000"]] * 2 + [["b", "1.0000"]] * 2
+    assert scored("seg", "plain") == scored("plain", "seg") == both
+    shutil.copy(plain, "seg")  # of one case in two formats one is enough
+    assert scored("seg", "plain") == both
+    refused(["evaluate", "seg", "ct/a"], "ct/a: no mask in this folder; expected files that end in", ".seg.nrrd .dcm")
+    refused(["evaluate", "ct/a/slice001.dcm", plain], "ct/a/slice001.dcm: DICOM; expected a label map in one of")
+    make_scan(tmp_path / "other.nii.gz")
+    run("infer", "other.nii.gz", "--quiet")
+    capsys.readouterr()
+    refused(["evaluate", mask, "other_lungs.nii.gz"], "seg/a_lungs.dcm: 24 x 20 x 8 voxels, not on the grid of other_l")
 
 
 def test_evaluate_hides_no_case_without_scores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

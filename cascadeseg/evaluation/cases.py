@@ -13,9 +13,10 @@ import numpy.typing as npt
 from cascadeseg.errors import ScanError
 from cascadeseg.evaluation.metrics import evaluate
 from cascadeseg.evaluation.tables import Case
-from cascadeseg.formats import MASK_SUFFIXES, read_labels, stem_of, suffix_of
+from cascadeseg.formats import LABEL_SUFFIXES, MASK_SUFFIXES, SEGMENTATION_SUFFIX, read_labels, stem_of, suffix_of
 from cascadeseg.formats.names import MASK_ENDINGS, SLICER_SUFFIX, is_mask_name
 from cascadeseg.formats.nrrd import segment_names
+from cascadeseg.formats.read import is_dicom_file
 from cascadeseg.geometry import SAME_GRID_MM, Box, canonical_view, counted
 from cascadeseg.labels import BACKGROUND, IGNORE, LUNGS
 
@@ -74,7 +75,8 @@ def _scan_name(name: str) -> str:
 def score(prediction: Path, reference: Path) -> Case:
     """The scores of one mask on disk.
 
-    3D Slicer saves a segmentation cut to what its segments fill; what was cut off is background.
+    3D Slicer saves a segmentation cut to what its segments fill, and a DICOM segmentation ends with its frames; what
+    was cut off is background.
 
     Raises:
         ScanError: one of them cannot be read, has values that are no lung labels, or they lie on different grids.
@@ -102,13 +104,16 @@ def _on_one_grid(prediction: Path, reference: Path) -> tuple[list[npt.NDArray[An
     box, whole = grid.box_in(of_reference, SAME_GRID_MM), Box.whole(of_reference.shape)
     if box is not None and box.overlaps(whole):
         around = Box.around([box, whole])
-        if all(
-            own == around or suffix_of(path) == SLICER_SUFFIX for own, path in zip((box, whole), paths, strict=True)
-        ):
+        if all(own == around or _may_be_cut(path) for own, path in zip((box, whole), paths, strict=True)):
             return [_grown(mask, own, around) for mask, own in zip(masks, (box, whole), strict=True)], grid.spacing_mm
     same_shape = masks[0].shape == masks[1].shape
     found = "another place" if same_shape else f"{' x '.join(map(str, masks[0].shape))} voxels"
     raise ScanError(prediction, f"{found}, not on the grid of {reference}", "masks of one scan")
+
+
+def _may_be_cut(path: Path) -> bool:
+    """Whether a mask may lie on a part of its scan's grid."""
+    return suffix_of(path) == SLICER_SUFFIX or is_dicom_file(path)
 
 
 def _grown(mask: npt.NDArray[Any], box: Box, around: Box) -> npt.NDArray[Any]:
@@ -138,17 +143,28 @@ def case_name(path: Path) -> str:
 
 
 def _named(folder: Path, *, predicted: bool) -> dict[str, Path]:
-    """The masks of a folder by the name of their case."""
-    files = [path for path in sorted(folder.iterdir()) if suffix_of(path) in MASK_SUFFIXES]
-    files = [path for path in files if not path.name.startswith(".")]
+    """The masks of a folder by the name of their case; of two that differ in format alone no DICOM segmentation."""
+    files = [path for path in sorted(folder.iterdir()) if not path.name.startswith(".") and _may_be_mask(path)]
     masks = [path for path in files if is_mask_name(path)] or files
     if not masks:
-        raise ScanError(folder, "no mask in this folder", f"files that end in {' '.join(MASK_SUFFIXES)}")
+        raise ScanError(folder, "no mask in this folder", f"files that end in {' '.join(LABEL_SUFFIXES)}")
     by_role: dict[tuple[str, bool], Path] = {}
+    stems = {stem_of(path) for path in masks if suffix_of(path) != SEGMENTATION_SUFFIX}
     for path in masks:
+        if suffix_of(path) == SEGMENTATION_SUFFIX and stem_of(path) in stems:
+            continue
         key = case_name(path), stem_of(path).lower().endswith(OUR_ENDING)
         other = by_role.setdefault(key, path)
         if other != path:
             raise ScanError(path, f"the same case as {other.name} by its name", "one mask for each case")
     cases = dict.fromkeys(name for name, _ in by_role)
     return {name: by_role.get((name, predicted)) or by_role[name, not predicted] for name in cases}
+
+
+def _may_be_mask(path: Path) -> bool:
+    """By its name; a DICOM file may also be a slice of a scan."""
+    if suffix_of(path) != SEGMENTATION_SUFFIX:
+        return suffix_of(path) in MASK_SUFFIXES
+    from cascadeseg.formats.dicom_seg import is_segmentation
+
+    return path.is_file() and is_segmentation(path)

@@ -1,4 +1,4 @@
-"""Writing a DICOM segmentation (SEG) of the series that a scan came from, for viewers and archives.
+"""Writing a DICOM segmentation (SEG) of the series that a scan came from, for viewers and archives, and reading one.
 
 Binary, a segment for each lung, a frame for each slice that has some of it, in the series' study and frame of
 reference. A frame names the slice that it lies in, a repaired series' frames that lie in none only the series.
@@ -7,8 +7,9 @@ highdicom does it; dcmqi is a program beside, and pydicom alone knows no rules o
 
 from __future__ import annotations
 
+import re
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,8 @@ from pydicom.valuerep import DA, TM
 from cascadeseg._version import __version__
 from cascadeseg.errors import ScanError
 from cascadeseg.formats.dicom_files import lenient_dicom
-from cascadeseg.formats.placement import LPS_TO_RAS
-from cascadeseg.formats.scan import DicomSeries
+from cascadeseg.formats.placement import LPS_TO_RAS, checked_grid
+from cascadeseg.formats.scan import DicomSeries, Scan
 from cascadeseg.geometry import Affine, Grid
 from cascadeseg.labels import ANATOMICAL_STRUCTURE, LUNG, LUNGS, Code, Label
 
@@ -91,6 +92,62 @@ def write_segmentation(
             raise RuntimeError(f"no DICOM segmentation of this series can be made: {problem}") from problem
 
 
+def read_segmentation(path: Path) -> Scan:
+    """The label map of a DICOM segmentation of any program: uint8, on the grid of its frames.
+
+    The grid ends with the first and the last slice that has a frame. Lungs are told by their SNOMED CT codes or by
+    their labels, what else there is counts as background.
+
+    Raises:
+        ScanError: its frames are no volume, or no segment is a lung.
+    """
+    with _quiet_highdicom() as highdicom:
+        try:
+            segmentation = highdicom.seg.segread(path)
+            lungs = _numbers_of_lungs(segmentation.SegmentSequence, path)
+            volume = segmentation.get_volume(segment_numbers=list(lungs), combine_segments=True)
+        except ScanError:
+            raise
+        except Exception as problem:  # of what other programs write, highdicom and pydicom raise anything
+            found = f"a DICOM segmentation that is no label map of a volume ({' '.join(str(problem).split())[:200]})"
+            raise ScanError(path, found) from problem
+    numbers = volume.array.T
+    labels = np.zeros(numbers.shape, np.uint8, order="F")
+    for number, value in lungs.items():
+        labels[numbers == number] = value
+    grid, warnings = checked_grid(labels.shape, LPS_TO_RAS @ volume.affine[:, [2, 1, 0, 3]], path)
+    return Scan(labels, grid, source=str(path), warnings=warnings)
+
+
+def _numbers_of_lungs(segments: Sequence[Any], path: Path) -> dict[int, int]:
+    """The label of each segment that is a lung, by the segment's number."""
+    numbers: dict[int, int] = {}
+    for lung in LUNGS:
+        found = [segment for segment in segments if _is(segment, lung)]
+        if len(found) > 1:
+            raise ScanError(path, f"{len(found)} segments of the {lung.title}", "one")
+        numbers |= {int(segment.SegmentNumber): lung.value for segment in found}
+    if not numbers:
+        names = ", ".join(str(segment.get("SegmentLabel", "")) for segment in segments)
+        expected = f"segments {' and '.join(lung.title for lung in LUNGS)}, by SNOMED CT code or by label"
+        raise ScanError(path, f"a DICOM segmentation of neither lung (its segments: {names})", expected)
+    return numbers
+
+
+def _is(segment: Any, lung: Label) -> bool:
+    """Whether a segment is that lung: by a code of its own, by those of a lung and of the side, or by its label."""
+    from pydicom.sr.coding import Code as DicomCode  # which knows older codes, too, as equal
+
+    def has(items: Sequence[Any], value: str) -> bool:
+        codes = [DicomCode(item.get("CodeValue", ""), item.get("CodingSchemeDesignator", ""), "") for item in items]
+        return DicomCode(value, "SCT", "") in codes
+
+    kind = segment.get("SegmentedPropertyTypeCodeSequence", None) or []
+    sides = [side for item in kind for side in item.get("SegmentedPropertyTypeModifierCodeSequence", None) or []]
+    by_code = has(kind, lung.snomed) or (has(kind, LUNG.value) and has(sides, lung.laterality.value))
+    return by_code or set(re.findall("[a-z]+", str(segment.get("SegmentLabel", "")).lower())) == {lung.side, "lung"}
+
+
 def holds(path: Path, labels: npt.NDArray[np.uint8], grid: Grid) -> bool:
     """Whether a file, read back frame by frame, is the label map that `write_segmentation` was given."""
     to_index = np.linalg.inv(_slices_first(grid, 0))
@@ -123,8 +180,9 @@ def _frame(packed: npt.NDArray[np.uint8], number: int, shape: tuple[int, int]) -
 def is_segmentation(path: Path) -> bool:
     """Whether a file is a DICOM segmentation, which a new one may replace."""
     try:
-        return bool(pydicom.dcmread(path, stop_before_pixels=True).get("Modality", "") == "SEG")
-    except (pydicom.errors.InvalidDicomError, OSError):
+        header = pydicom.dcmread(path, stop_before_pixels=True, specific_tags=["Modality"])
+        return bool(header.get("Modality", "") == "SEG")
+    except Exception:  # no DICOM, or so damaged that pydicom raises anything
         return False
 
 

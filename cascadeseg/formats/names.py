@@ -15,13 +15,13 @@ VOLUME_SUFFIXES = (*NIFTI_SUFFIXES, ".mha", ".mhd", ".nrrd")
 """What `write_scan` can write."""
 
 MASK_SUFFIXES = (*VOLUME_SUFFIXES, SLICER_SUFFIX)
-"""What `read_labels` can read, and `write_labels` write of any scan."""
+"""What `write_labels` can write of any scan."""
 
 SEGMENTATION_SUFFIX = ".dcm"
 """Of a DICOM segmentation, which `write_labels` makes of a DICOM series only."""
 
 LABEL_SUFFIXES = (*MASK_SUFFIXES, SEGMENTATION_SUFFIX)
-"""What `write_labels` can write."""
+"""What `write_labels` can write; `read_labels` reads it, too (a DICOM segmentation may have any other name)."""
 
 DICOM_SUFFIXES = (".dcm", ".ima")
 SERIES_SUFFIXES = (*DICOM_SUFFIXES, ".zip")

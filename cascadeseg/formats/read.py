@@ -66,6 +66,8 @@ def read_outline(path: str | Path, *, series: str | None = None, volume: int | N
 def read_labels(path: str | Path) -> tuple[npt.NDArray[Any], Grid]:
     """Reads a label map: an (X, Y, Z) integer array, and where it lies.
 
+    A 3D Slicer segmentation may be cut to what its segments fill, a DICOM segmentation is cut to its frames.
+
     Raises:
         ScanError: the path is not one readable 3D volume of whole numbers.
     """
@@ -158,10 +160,9 @@ def _opened(path: Path, suffix: str, series: str | None, volume: int | None, bef
         raise ScanError(path, "no such file or folder")
     if not path.is_file() and not path.is_dir():  # to open one without a writer would wait for ever
         raise ScanError(path, "a pipe or a device", "a file or a folder", "save what comes through it as a file")
-    if path.is_dir() or suffix in SERIES_SUFFIXES or _is_dicom(path):
+    if path.is_dir() or suffix in SERIES_SUFFIXES or is_dicom_file(path):
         if is_labels:
-            expected = f"a label map in one of {' '.join(MASK_SUFFIXES)}"
-            raise ScanError(path, "DICOM", expected, "`infer --format nii.gz` makes one of a series")
+            return _segmentation(path)
         from cascadeseg.formats.dicom import read_dicom
 
         if volume is not None:
@@ -181,7 +182,19 @@ def _opened(path: Path, suffix: str, series: str | None, volume: int | None, bef
     raise ScanError(path, f"unknown kind of file ({suffix or 'no suffix'})", expected)
 
 
-def _is_dicom(path: Path) -> bool:
+def _segmentation(path: Path) -> Scan:
+    """The label map of a DICOM segmentation."""
+    if path.is_file() and is_dicom_file(path):
+        from cascadeseg.formats import dicom_seg
+
+        if dicom_seg.is_segmentation(path):
+            return dicom_seg.read_segmentation(path)
+    expected = f"a label map in one of {' '.join(MASK_SUFFIXES)}, or a DICOM segmentation"
+    raise ScanError(path, "DICOM", expected, "`infer --format nii.gz` makes one of a series")
+
+
+def is_dicom_file(path: Path) -> bool:
+    """Whether a file is DICOM by its first bytes, whatever its name."""
     with path.open("rb") as file:
         return looks_like_dicom(file.read(132))
 

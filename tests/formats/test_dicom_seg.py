@@ -14,10 +14,10 @@ import pydicom
 import pytest
 
 from cascadeseg._version import __version__
-from cascadeseg.errors import OutputError
-from cascadeseg.formats import check_writable, find_scans, read_scan, write_labels, write_scan
-from cascadeseg.formats.dicom_seg import holds
-from cascadeseg.geometry import Grid
+from cascadeseg.errors import OutputError, ScanError
+from cascadeseg.formats import check_writable, find_scans, read_labels, read_scan, write_labels, write_scan
+from cascadeseg.formats.dicom_seg import MAY_BE_EMPTY, holds
+from cascadeseg.geometry import Grid, canonical_view
 from tests.formats.dicom_series import write_enhanced, write_series
 from tests.formats.volumes import ORIENTATIONS, SHAPE, affine_of, ct_values, oblique_grid, rotation
 
@@ -148,6 +148,110 @@ def test_the_frames_lie_as_far_apart_as_the_header_says(tmp_path: Path, kind: st
         assert np.allclose(there, meant[np.lexsort(meant.round(2).T)], atol=2e-3)
     (measures,) = pydicom.dcmread(tmp_path / "lungs.dcm").SharedFunctionalGroupsSequence[0].PixelMeasuresSequence
     assert measures.SpacingBetweenSlices == pytest.approx(spacing, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["oblique", "enhanced", "a missing slice", "tilted", "one slice", "no lung"])
+def test_read_labels_reads_what_was_written(tmp_path: Path, kind: str) -> None:
+    """On the grid of its frames, from the first slice with lung to the last."""
+    grid, path = Grid(SHAPE, affine_of(rotation(12, -7, 20) @ np.diag([-1, 1, -1]))), tmp_path / "lungs.dcm"
+    if kind == "enhanced":
+        write_enhanced(tmp_path / "ct" / "ct.dcm", ct_values(), grid)
+    else:
+        more: dict[str, Any] = {"a missing slice": {"leave_out": [4]}, "tilted": {"shift_mm": (0, 0.7, 0)}}
+        write_series(tmp_path / "ct", ct_values(), grid, **more.get(kind, {}))
+    scan = read_scan(tmp_path / "ct")
+    labels = lung_labels(scan.grid.shape)
+    with_lung = {"one slice": [3], "no lung": []}.get(kind, [2, 3, 5, 6])  # not the one between, so without a frame
+    labels[:, :, np.setdiff1d(range(labels.shape[2]), with_lung)] = 0
+    write_labels(labels, path, scan)
+    read = check_cut(path, labels, scan.grid)
+    assert read.shape == (*scan.grid.shape[:2], max(with_lung, default=0) - min(with_lung, default=0) + 1)
+
+
+def check_cut(path: Path, labels: npt.NDArray[np.uint8], grid: Grid) -> npt.NDArray[Any]:
+    """That `read_labels` gives a part of a label map that holds all that is not 0; gives the part as it was read."""
+    read, there = read_labels(path)
+    box = there.canonical().box_in(grid.canonical(), 2e-3)
+    assert box is not None
+    assert read.dtype == np.uint8
+    assert np.array_equal(canonical_view(read, there), canonical_view(labels, grid)[box.slices])
+    assert np.count_nonzero(read) == np.count_nonzero(labels)
+    return read
+
+
+def write_of_others(path: Path, kind: str, segments: dict[str, tuple[str, ...]], **more: Any) -> npt.NDArray[np.uint8]:
+    """Writes a segmentation as other programs do: boxes numbered in an order of their own; gives the label map.
+
+    Args:
+        path: of the segmentation; the series lies beside it.
+        kind: its SegmentationType.
+        segments: by label the SNOMED CT codes of what it is, and of the side.
+        more: for highdicom.
+    """
+    empty = dict.fromkeys(MAY_BE_EMPTY.keys() - {"PatientID", "PatientName"}, "")
+    write_series(path.parent / "ct", ct_values(), oblique_grid(), FrameOfReferenceUID="1.2.3.4", **empty)
+    sources = [pydicom.dcmread(file) for file in sorted((path.parent / "ct").iterdir())]
+    numbers = np.zeros(SHAPE, np.uint8)
+    descriptions = []
+    for number, (label, (kind_code, *side)) in enumerate(segments.items(), 1):
+        numbers[3 * number - 2 : 3 * number, 3:8, 2 + number : 8] = number
+        concept = highdicom.sr.CodedConcept(kind_code, "SCT", "what it is")
+        description = highdicom.seg.SegmentDescription(
+            number, label, highdicom.sr.CodedConcept("123037004", "SCT", "structure"), concept, "MANUAL"
+        )
+        sides = [highdicom.sr.CodedConcept(code, "SCT", "side") for code in side]
+        description.SegmentedPropertyTypeCodeSequence[0].SegmentedPropertyTypeModifierCodeSequence = sides
+        descriptions.append(description)
+    highdicom.seg.Segmentation(
+        sources, more.pop("pixels", numbers.T), kind, descriptions, highdicom.UID(), 7, highdicom.UID(), 1,
+        "someone", "something", "1", "0", **more,
+    ).save_as(path)  # fmt: skip
+    return numbers
+
+
+LUNG_CODE, RIGHT_CODE, LEFT_CODE, HEART_CODE = "39607008", "24028007", "7771000", "80891009"
+
+
+@pytest.mark.parametrize("kind", ["BINARY", "LABELMAP"])
+@pytest.mark.parametrize(
+    ("segments", "values"),
+    [
+        ({"B": (LUNG_CODE, LEFT_CODE), "H": (HEART_CODE,), "A": (LUNG_CODE, RIGHT_CODE)}, [0, 2, 0, 1]),
+        ({"A": ("44029006",), "B": ("3341006",)}, [0, 2, 1]),
+        ({"Lung, Left": ("85756007",), "right_lung": ("85756007",), "left": (HEART_CODE, LEFT_CODE)}, [0, 2, 1, 0]),
+        ({"Heart": (HEART_CODE,), "Left lung": (LUNG_CODE, LEFT_CODE)}, [0, 0, 2]),
+    ],
+)  # fmt: skip
+def test_lungs_of_other_programs_are_known_by_code_or_label(
+    tmp_path: Path, kind: str, segments: dict[str, tuple[str, ...]], values: list[int]
+) -> None:
+    numbers = write_of_others(tmp_path / "others", kind, segments)
+    meant = np.array(values, np.uint8)[numbers]
+    assert check_cut(tmp_path / "others", meant, read_scan(tmp_path / "ct").grid).any()
+
+
+def test_segmentations_that_are_no_lungs_or_no_label_map(tmp_path: Path) -> None:
+    path = tmp_path / "others.dcm"
+    write_of_others(path, "BINARY", {"Heart": (HEART_CODE,), "Lungs": (LUNG_CODE,)})
+    expected = r"expected segments right lung and left lung, by SNOMED CT code or by label$"
+    with pytest.raises(ScanError, match=r"dcm: a DICOM segmentation of neither lung \(.*: Heart, Lungs\); " + expected):
+        read_labels(path)
+    write_of_others(path, "BINARY", {"Right lung": (HEART_CODE,), "A": (LUNG_CODE, RIGHT_CODE)})
+    with pytest.raises(ScanError, match=r"dcm: 2 segments of the right lung; expected one$"):
+        read_labels(path)
+    half = np.full((*SHAPE[::-1], 1), 0.5, np.float32)
+    write_of_others(path, "FRACTIONAL", {"Right lung": (LUNG_CODE,)}, pixels=half, fractional_type="PROBABILITY")
+    with pytest.raises(ScanError, match=r"dcm: a DICOM segmentation that is no label map of a volume \(.*FRACTIONAL"):
+        read_labels(path)
+    both = np.ones((*SHAPE[::-1], 2), np.uint8)
+    write_of_others(path, "BINARY", {"Right lung": (LUNG_CODE,), "Left lung": (LUNG_CODE,)}, pixels=both)
+    with pytest.raises(ScanError, match=r"dcm: a DICOM segmentation that is no label map of a volume \(.*overlap"):
+        read_labels(path)
+    path.write_bytes(path.read_bytes()[:3000])
+    with pytest.raises(ScanError, match=r"others\.dcm: "):
+        read_labels(path)
+    with pytest.raises(ScanError, match=r"slice003\.dcm: DICOM; expected a label map in one of .*, or a DICOM segment"):
+        read_labels(tmp_path / "ct" / "slice003.dcm")
 
 
 def test_frames_that_begin_inside_a_byte_and_a_single_one(tmp_path: Path) -> None:
