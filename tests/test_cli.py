@@ -1505,7 +1505,7 @@ def test_evaluate_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     capsys.readouterr()
     assert run("evaluate", mask, mask, "--json", tmp_path / "s.json", "--csv", tmp_path / "s.csv") == 0
     out = capsys.readouterr().out
-    assert "worst  both   1.0000" in out
+    assert "worst  both    1.0000" in out
     assert json.loads((tmp_path / "s.json").read_text(encoding="utf-8"))["cases"][0]["lung_left"]["dice"] == 1
     assert (tmp_path / "s.csv").read_text(encoding="utf-8").splitlines()[1].startswith("a,lung_right,1,1,1,0,0,12.8,")
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cascadeseg.errors import ScanError
-from cascadeseg.evaluation.metrics import evaluate
+from cascadeseg.evaluation.metrics import evaluate, evaluate_as_one
 from cascadeseg.evaluation.tables import Case
 from cascadeseg.formats import LABEL_SUFFIXES, MASK_SUFFIXES, SEGMENTATION_SUFFIX, read_labels, stem_of, suffix_of
 from cascadeseg.formats.names import MASK_ENDINGS, SLICER_SUFFIX, is_mask_name
@@ -88,7 +88,8 @@ def score(prediction: Path, reference: Path) -> Case:
         if others:
             raise ScanError(path, f"label {others[0]}", MEANING)
         _refuse_other_sides(path)
-    return Case(case_name(reference), evaluate(predicted, expected, spacing_mm))
+    masks = predicted, expected, spacing_mm
+    return Case(case_name(reference), evaluate(*masks), evaluate_as_one(*masks))
 
 
 def _on_one_grid(prediction: Path, reference: Path) -> tuple[list[npt.NDArray[Any]], tuple[float, float, float]]:

@@ -1,4 +1,4 @@
-"""Scores of a lung mask against a reference, per lung.
+"""Scores of a lung mask against a reference, per lung and of both as one mask.
 
 Surface distances follow Nikolov et al. (surface Dice; doi 10.2196/26151): a mask's surface is cut into
 elements, one at every corner between voxels, each with the area that the corner's eight voxels and their
@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cascadeseg.geometry import Mask, bounding_box
-from cascadeseg.labels import BACKGROUND, IGNORE, LUNGS, Label
+from cascadeseg.labels import IGNORE, LUNGS, Label
 
 ROUNDING_MM = 1e-4
 """Of ITK's distances, which are float32: what lies just at a tolerance is within it."""
@@ -29,14 +29,13 @@ Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class LungScores:
-    """One lung of a prediction against the reference.
+class Scores:
+    """A mask of a prediction against that of the reference.
 
-    Where the lung is in neither, the overlaps are 1 and the distances NaN (there is nothing to measure, and
-    the answer is right); where it is in one alone, the overlaps are 0 and the distances infinite.
+    Where both are empty, the overlaps are 1 and the distances NaN (there is nothing to measure, and the answer
+    is right); where one alone is, the overlaps are 0 and the distances infinite.
 
     Attributes:
-        label: which lung.
         dice: overlap of the volumes, 0-1.
         nsd_1mm: normalised surface Dice, 0-1: the share of both surfaces within 1 mm of the other.
         nsd_2mm: the same within 2 mm.
@@ -46,7 +45,6 @@ class LungScores:
         reference_ml: of the reference.
     """
 
-    label: Label
     dice: float
     nsd_1mm: float
     nsd_2mm: float
@@ -79,6 +77,17 @@ class LungScores:
 
 
 @dataclass(frozen=True)
+class LungScores(Scores):
+    """One lung of a prediction against the reference.
+
+    Attributes:
+        label: which lung.
+    """
+
+    label: Label
+
+
+@dataclass(frozen=True)
 class Surface:
     """A mask's surface elements.
 
@@ -104,29 +113,35 @@ def evaluate(
     Raises:
         ValueError: the shapes differ.
     """
+    masks = ((label, _masks(prediction, reference, [label])) for label in LUNGS)
+    return tuple(LungScores(**vars(_scores(*pair, spacing_mm)), label=label) for label, pair in masks)
+
+
+def evaluate_as_one(prediction: npt.NDArray[Any], reference: npt.NDArray[Any], spacing_mm: Sequence[float]) -> Scores:
+    """The scores of both lungs as one mask, to which sides mean nothing; arguments and errors as of `evaluate`."""
+    return _scores(*_masks(prediction, reference, LUNGS), spacing_mm)
+
+
+def _masks(prediction: npt.NDArray[Any], reference: npt.NDArray[Any], labels: Sequence[Label]) -> tuple[Mask, Mask]:
+    """Where a prediction and its reference have one of some labels; nowhere where the reference is `IGNORE`."""
     if prediction.shape != reference.shape:
         raise ValueError(f"prediction has shape {prediction.shape}, the reference {reference.shape}")
-    ignored = reference == IGNORE
-    if ignored.any():
-        prediction = np.where(ignored, BACKGROUND, prediction)
-        reference = np.where(ignored, BACKGROUND, reference)
-    return tuple(
-        _lung_scores(label, prediction == label.value, reference == label.value, spacing_mm) for label in LUNGS
-    )
+    values = [label.value for label in labels]
+    return np.isin(prediction, values) & (reference != IGNORE), np.isin(reference, values)
 
 
-def _lung_scores(label: Label, prediction: Mask, reference: Mask, spacing_mm: Sequence[float]) -> LungScores:
+def _scores(prediction: Mask, reference: Mask, spacing_mm: Sequence[float]) -> Scores:
     box = bounding_box(prediction | reference)
     voxel_ml = math.prod(float(s) for s in spacing_mm) / 1000.0
     if box is None:
-        return LungScores(label, 1.0, 1.0, 1.0, math.nan, math.nan, 0.0, 0.0)
+        return Scores(1.0, 1.0, 1.0, math.nan, math.nan, 0.0, 0.0)
     predicted, expected = prediction[box.slices], reference[box.slices]
     volumes = voxel_ml * int(predicted.sum()), voxel_ml * int(expected.sum())
     if not all(volumes):
-        return LungScores(label, 0.0, 0.0, 0.0, math.inf, math.inf, *volumes)
+        return Scores(0.0, 0.0, 0.0, math.inf, math.inf, *volumes)
     common = voxel_ml * int((predicted & expected).sum())
     nsd_1mm, nsd_2mm, hd95_mm, assd_mm = _surface_scores(predicted, expected, spacing_mm)
-    return LungScores(label, 2 * common / sum(volumes), nsd_1mm, nsd_2mm, hd95_mm, assd_mm, *volumes)
+    return Scores(2 * common / sum(volumes), nsd_1mm, nsd_2mm, hd95_mm, assd_mm, *volumes)
 
 
 def surface(mask: Mask, spacing_mm: Sequence[float]) -> Surface:

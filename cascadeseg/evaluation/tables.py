@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cascadeseg.evaluation.metrics import LungScores
+from cascadeseg.evaluation.metrics import LungScores, Scores
+from cascadeseg.labels import LUNGS
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class Column:
     """One measure of a table.
 
     Attributes:
-        key: the attribute of `LungScores`, and the name in CSV and JSON.
+        key: the attribute of `Scores`, and the name in CSV and JSON.
         title: the column's head on a terminal.
         digits: decimals on a terminal.
         worst: which end is bad: ``"low"``, ``"high"``, or ``"far"`` from zero; empty where none is.
@@ -44,6 +45,8 @@ COLUMNS = (
     Column("volume_absolute_error_percent", "absolute %", 2, "high"),
 )
 """Of errors in both directions the mean is near zero; that of the absolute errors is not."""
+EACH, AS_ONE = "both", "both_as_one"
+"""What the rows of a summary count: each lung by itself, or both of a scan as one mask."""
 
 
 @dataclass(frozen=True)
@@ -53,10 +56,17 @@ class Case:
     Attributes:
         name: of the scan.
         lungs: its lungs' scores.
+        as_one: those of both lungs as one mask, as many papers and challenges have them.
     """
 
     name: str
     lungs: tuple[LungScores, ...]
+    as_one: Scores
+
+    @property
+    def rows(self) -> dict[str, Scores]:
+        """All its scores by their names in a table."""
+        return {lung.label.name: lung for lung in self.lungs} | {AS_ONE: self.as_one}
 
 
 @dataclass(frozen=True)
@@ -75,15 +85,15 @@ class Unscored:
 
 
 def as_text(cases: Sequence[Case], unscored: Sequence[Unscored] = ()) -> str:
-    """A table for a terminal: a row a lung, and below them the mean and the worst of every column.
+    """A table for a terminal: a row a lung and one for both as one mask, and below them the means and worst values.
 
     Unless all cases were scored, the last line says how many.
     """
     rows = [["case", "lung", *(column.title for column in COLUMNS)]]
     for case in cases:
-        rows += [[case.name, lung.label.side, *_texts(_values(lung))] for lung in case.lungs]
+        rows += [[case.name, _side(name), *_texts(_values(scores))] for name, scores in case.rows.items()]
     summary = _summary(cases)
-    rows += [[name, side, *_texts(values)] for (name, side), values in summary.items()]
+    rows += [[name, _side(lungs), *_texts(values)] for (name, lungs), values in summary.items()]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(_aligned(row, widths)).rstrip() for row in rows]
     rule = "-" * max(len(line) for line in lines)
@@ -97,7 +107,8 @@ def as_text(cases: Sequence[Case], unscored: Sequence[Unscored] = ()) -> str:
 
 
 def as_csv(cases: Sequence[Case], unscored: Sequence[Unscored] = ()) -> str:
-    """A row a lung; one for each case without scores; then the mean and worst rows, whose first column says so.
+    """A row a lung and one for both as one mask; one for each case without scores; then the mean and worst rows, whose
+    first column says so.
 
     Empty cells are undefined; the last column is empty unless there are no scores, and says why.
     """
@@ -105,12 +116,12 @@ def as_csv(cases: Sequence[Case], unscored: Sequence[Unscored] = ()) -> str:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["case", "lung", *(column.key for column in COLUMNS), "error"])
     for case in cases:
-        for lung in case.lungs:
-            writer.writerow([case.name, lung.label.name, *map(_cell, _values(lung)), ""])
+        for lungs, scores in case.rows.items():
+            writer.writerow([case.name, lungs, *map(_cell, _values(scores)), ""])
     for other in unscored:
         writer.writerow([other.name, "", *("" for _ in COLUMNS), other.error])
-    for (name, side), values in _summary(cases).items():
-        writer.writerow([name, side, *map(_cell, values), ""])
+    for (name, lungs), values in _summary(cases).items():
+        writer.writerow([name, lungs, *map(_cell, values), ""])
     return text.getvalue()
 
 
@@ -123,23 +134,32 @@ def as_json(cases: Sequence[Case], unscored: Sequence[Unscored] = ()) -> str:
         "missing": [case.name for case in unscored if case.missing],
         "failed": [{"case": case.name, "error": case.error} for case in unscored if not case.missing],
         "cases": [
-            {"case": case.name, **{lung.label.name: _object(keys, _values(lung)) for lung in case.lungs}}
+            {"case": case.name, **{name: _object(keys, _values(scores)) for name, scores in case.rows.items()}}
             for case in cases
         ],
     }
-    for (name, side), values in _summary(cases).items():
-        content.setdefault(name, {})[side] = _object(keys, values)
+    for (name, lungs), values in _summary(cases).items():
+        content.setdefault(name, {})[lungs] = _object(keys, values)
     return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
 
 
 def _summary(cases: Sequence[Case]) -> dict[tuple[str, str], list[float]]:
     """The mean and the worst of every column, by (row, lungs)."""
-    rows = [_values(lung) for case in cases for lung in case.lungs]
-    columns = [list(column) for column in zip(*rows, strict=True)]
-    return {
-        ("mean", "both"): [_mean(values) for values in columns],
-        ("worst", "both"): [_worst(c, values) for c, values in zip(COLUMNS, columns, strict=True)],
+    counted: dict[str, list[Scores]] = {
+        EACH: [lung for case in cases for lung in case.lungs],
+        AS_ONE: [case.as_one for case in cases],
     }
+    columns = {lungs: list(zip(*map(_values, rows), strict=True)) for lungs, rows in counted.items()}
+    return {("mean", lungs): [_mean(values) for values in columns[lungs]] for lungs in counted} | {
+        ("worst", lungs): [_worst(c, values) for c, values in zip(COLUMNS, columns[lungs], strict=True)]
+        for lungs in counted
+    }
+
+
+def _side(lungs: str) -> str:
+    """A row's lungs on a terminal."""
+    sides = {lung.name: lung.side for lung in LUNGS} | {AS_ONE: "as one"}
+    return sides.get(lungs, lungs)
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -157,8 +177,8 @@ def _worst(column: Column, values: Sequence[float]) -> float:
     return max(defined, key=abs)
 
 
-def _values(lung: LungScores) -> list[float]:
-    return [getattr(lung, column.key) for column in COLUMNS]
+def _values(scores: Scores) -> list[float]:
+    return [getattr(scores, column.key) for column in COLUMNS]
 
 
 def _texts(values: Sequence[float]) -> list[str]:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from cascadeseg.evaluation.metrics import evaluate, surface
+from cascadeseg.evaluation.metrics import evaluate, evaluate_as_one, surface
 from cascadeseg.labels import IGNORE, LEFT_LUNG, RIGHT_LUNG
 
 Labels = npt.NDArray[np.uint8]
@@ -109,6 +109,20 @@ def test_a_swap_of_sides_scores_nothing() -> None:
     labels = box((12, 12, 12), (1, 2, 2), (5, 9, 9)) + box((12, 12, 12), (6, 2, 2), (11, 9, 9), 2)
     swapped = np.choose(labels, [0, 2, 1]).astype(np.uint8)
     assert [scores.dice for scores in evaluate(swapped, labels, (1, 1, 1))] == [0, 0]
+    as_one = evaluate_as_one(swapped, labels, (1, 1, 1))
+    assert (as_one.dice, as_one.nsd_1mm, as_one.hd95_mm, as_one.volume_error_ml) == (1, 1, 0, 0)
+
+
+def test_both_lungs_as_one_are_neither_the_mean_nor_split_where_they_meet() -> None:
+    reference = box((24, 12, 12), (2, 2, 2), (14, 10, 10)) + box((24, 12, 12), (14, 2, 2), (22, 10, 10), 2)
+    prediction = reference.copy()
+    prediction[14:22] = 0
+    reference[2:4] = IGNORE
+    left_out, kept = 8 * 8 * 8, 10 * 8 * 8
+    as_one = evaluate_as_one(prediction, reference, (1, 1, 1))
+    assert as_one.dice == pytest.approx(2 * kept / (2 * kept + left_out))
+    assert (as_one.volume_ml, as_one.reference_ml) == pytest.approx((kept / 1000, (kept + left_out) / 1000))
+    assert [lung.dice for lung in evaluate(prediction, reference, (1, 1, 1))] == [1, 0]
 
 
 def test_masks_at_the_border_of_the_volume_have_a_surface_there() -> None:
@@ -118,8 +132,9 @@ def test_masks_at_the_border_of_the_volume_have_a_surface_there() -> None:
 
 
 def test_shapes_must_agree() -> None:
-    with pytest.raises(ValueError, match="shape"):
-        evaluate(np.zeros((2, 2, 2)), np.zeros((2, 2, 3)), (1, 1, 1))
+    for scores in (evaluate, evaluate_as_one):
+        with pytest.raises(ValueError, match="shape"):
+            scores(np.zeros((2, 2, 2)), np.zeros((2, 2, 3)), (1, 1, 1))
 
 
 def test_agrees_with_monai() -> None:
