@@ -8,6 +8,9 @@ from math import ceil
 from pathlib import Path
 
 OWN_GROUPS, CONTROL_GROUPS = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+GIVEN_BACK = ("inactive_file", "active_file", "slab_reclaimable")
+"""What a control group's processes are counted as using and the system takes back before any of them is refused memory:
+files that were read, above all. As in the system's own ``MemAvailable``."""
 
 
 def bound_processors() -> int:
@@ -28,7 +31,7 @@ def processors() -> int:
 
 def available_memory_bytes() -> int | None:
     """Memory a process may still take, or None where the system does not tell."""
-    known = [value for value in (_free_bytes(), _group_free_bytes()) if value is not None]
+    known = [value for value in (_free_bytes(), _left_of_limits_bytes()) if value is not None]
     return min(known) if known else None
 
 
@@ -42,27 +45,17 @@ def _free_bytes() -> int | None:
         return None
 
 
-def _group_free_bytes() -> int | None:
-    """What is left of the limits that a container, or a batch system on a job, sets on all of its processes together.
-
-    What they hold of files that they read or wrote counts against a limit, and is given up when memory is asked for.
-    """
+def _left_of_limits_bytes() -> int | None:
+    """The least that is left of a limit which a container, or a batch system on a job, sets on all of its processes."""
     left = []
     for group in _control_groups("memory"):
-        for limit, usage, files in (
-            ("memory.max", "memory.current", ("inactive_file", "active_file")),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
-        ):
-            most, used = _text(group / limit), _text(group / usage)
+        for limit, used, total in (("max", "current", ""), ("limit_in_bytes", "usage_in_bytes", "total_")):
+            most, taken = (_text(group / f"memory.{name}") for name in (limit, used))
             if most.isdigit():  # "max" is no limit
-                held = int(used or 0) - sum(_statistic(group / "memory.stat", name) for name in files)
-                left.append(max(int(most) - max(held, 0), 0))
+                stat = dict(line.split(maxsplit=1) for line in _text(group / "memory.stat").splitlines())
+                given_back = sum(int(stat.get(total + name, 0)) for name in GIVEN_BACK)
+                left.append(max(0, int(most) - max(0, int(taken or 0) - given_back)))
     return min(left, default=None)
-
-
-def _statistic(file: Path, name: str) -> int:
-    rows = dict(line.split(" ", 1) for line in _text(file).splitlines() if " " in line)
-    return int(rows.get(name, 0))
 
 
 def _control_groups(controller: str) -> Iterator[Path]:
