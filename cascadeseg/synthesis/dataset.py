@@ -6,22 +6,20 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from cascadeseg.atomic import replace_file, replace_text
+from cascadeseg.atomic import replace_text
 from cascadeseg.errors import OutputError
+from cascadeseg.formats import Scan, write_labels, write_scan
 from cascadeseg.labels import VALUES
 from cascadeseg.memory import is_out_of_memory
 from cascadeseg.synthesis.config import PRESETS, SynthesisConfig
 from cascadeseg.synthesis.patient import Patient, sample_patient
 from cascadeseg.synthesis.render import Phantom, render
-
-if TYPE_CHECKING:
-    from cascadeseg.geometry import Grid
 
 Spacing = float | tuple[float, float, float]
 Progress = Callable[[str, float], None]
@@ -128,24 +126,14 @@ def _write_case(folder: Path, name: str, seed: int, spacing_mm: Spacing | None, 
             raise
         found = f"no memory for its {' x '.join(map(str, grid.shape))} voxels"
         raise OutputError(scan, found, remedy="choose a larger spacing, or use a larger machine") from error
-    _write_volume(phantom.voxels(), phantom.grid, scan)
-    _write_volume(phantom.labels.numpy(), phantom.grid, labels)
+    voxels = phantom.voxels()
+    write_scan(voxels, phantom.grid, scan)
+    write_labels(phantom.labels.numpy(), labels, Scan(voxels, phantom.grid))
 
 
 def _saved_spacing(patient: Patient) -> tuple[float, float, float]:
     x, y, z = patient.native_spacing_mm
     return x, y, z * patient.scanner.slice_step
-
-
-def _write_volume(voxels: np.ndarray[Any, np.dtype[Any]], grid: Grid, path: Path) -> None:
-    """A NIfTI file under a temporary name, then renamed: never half a volume."""
-    import nibabel
-
-    image = nibabel.Nifti1Image(voxels, grid.affine, dtype=voxels.dtype)
-    image.header.set_xyzt_units("mm")
-    image.set_qform(grid.affine, code=1)
-    image.set_sform(grid.affine, code=1)
-    replace_file(path, lambda part: nibabel.save(image, part))
 
 
 def _write_json(folder: Path) -> None:
