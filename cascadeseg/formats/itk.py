@@ -1,12 +1,13 @@
-"""Reading and writing MetaImage (``.mha``, ``.mhd``) and NRRD by SimpleITK, and its images in memory.
+"""Reading MetaImage (``.mha``, ``.mhd``) and NRRD by SimpleITK, writing them without, and its images in memory.
 
 ITK's world is LPS and its arrays are (Z, Y, X): both end here. SimpleITK is heavy for what is used of it, but it
-reads every encoding of both formats (pynrrd was weighed: it reads one of them).
+reads every encoding of both formats (pynrrd was weighed: it reads one of them). It would write a volume by way of two
+more of its size.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,8 @@ from cascadeseg.errors import ScanError
 from cascadeseg.formats import metaimage, nrrd, packed
 from cascadeseg.formats.memory import DEFLATE_LIMIT, refuse_oversized
 from cascadeseg.formats.names import SLICER_SUFFIX, suffix_of
-from cascadeseg.formats.placement import LPS_TO_RAS, checked_grid, checked_spacing, volume_shape
+from cascadeseg.formats.placement import ItkGeometry, checked_grid, checked_spacing, volume_shape
 from cascadeseg.formats.scan import Before, Scan, hollow, nothing
-from cascadeseg.geometry import Affine, Grid
 
 IMAGE_IO = {
     **dict.fromkeys((".mha", ".mhd"), "MetaImageIO"),
@@ -39,35 +39,6 @@ VOXEL_TYPES = {
     SimpleITK.sitkFloat32: "f4",
     SimpleITK.sitkFloat64: "f8",
 }
-COMPRESSION_LEVEL = 2  # a mask is as small as with 9, in a quarter of the time
-
-
-@dataclass(frozen=True)
-class ItkGeometry:
-    """Where an ITK image lies, in its own words (LPS+ mm), so that it can be written back to the last bit."""
-
-    spacing: tuple[float, ...]
-    origin: tuple[float, ...]
-    direction: tuple[float, ...]
-
-    @property
-    def affine(self) -> Affine:
-        """(4, 4) voxel index to RAS+ mm."""
-        affine = np.eye(4)
-        affine[:3, :3] = np.reshape(self.direction, (3, 3)) * np.asarray(self.spacing)
-        affine[:3, 3] = self.origin
-        return np.asarray(LPS_TO_RAS @ affine)
-
-    @staticmethod
-    def of_grid(grid: Grid) -> ItkGeometry:
-        affine = LPS_TO_RAS @ grid.affine
-        direction = (affine[:3, :3] / np.asarray(grid.spacing_mm)).ravel()
-        return ItkGeometry(grid.spacing_mm, tuple(map(float, affine[:3, 3])), tuple(map(float, direction)))
-
-    @staticmethod
-    def of_image(image: Any) -> ItkGeometry:
-        """Of a 3D image or image reader."""
-        return ItkGeometry(image.GetSpacing()[:3], image.GetOrigin()[:3], _direction3(image))
 
 
 def read_itk(path: Path, suffix: str, volume: int | None = None, before: Before = nothing) -> Scan:
@@ -83,7 +54,7 @@ def read_itk(path: Path, suffix: str, volume: int | None = None, before: Before 
         ScanError: anything that is not one readable 3D volume.
     """
     SimpleITK.ProcessObject.SetGlobalWarningDisplay(False)  # what matters of them is told by our own checks
-    data, odd = (metaimage if IMAGE_IO[suffix] == "MetaImageIO" else nrrd).checked_header(path)
+    data, odd = (metaimage if _is_metaimage(suffix) else nrrd).checked_header(path)
     if data:
         _check_files(path, data)
     reader = SimpleITK.ImageFileReader()
@@ -132,34 +103,43 @@ def scan_of_image(image: Any, source: str) -> Scan:
     return Scan(array.transpose(2, 1, 0), grid, source=source, native=geometry, warnings=warnings)
 
 
-def image_of(voxels: npt.NDArray[Any], geometry: ItkGeometry) -> Any:
-    """The SimpleITK image of (X, Y, Z) voxels."""
-    image = SimpleITK.GetImageFromArray(voxels.transpose(2, 1, 0))
-    image.SetSpacing(geometry.spacing)
-    image.SetOrigin(geometry.origin)
-    image.SetDirection(geometry.direction)
-    return image
-
-
 def write_itk(voxels: npt.NDArray[Any], geometry: ItkGeometry, path: Path) -> None:
-    """Writes (X, Y, Z) voxels, compressed, as the path's suffix says; what goes wrong is a RuntimeError."""
-    image = image_of(voxels, geometry)
-    for key, value in _pairs(voxels, path).items():
-        image.SetMetaData(key, value)
-    written = path.with_suffix(path.suffix.lower())  # ITK knows no others
-    SimpleITK.WriteImage(image, _file_name(written), useCompression=True, compressionLevel=COMPRESSION_LEVEL)
-    written.replace(path)
+    """Writes (X, Y, Z) voxels, compressed, as the path's suffix says, some slices at a time.
+
+    Raises:
+        RuntimeError: SimpleITK could not read a file of this name.
+    """
+    _file_name(path)
+    if _is_metaimage(suffix_of(path)):
+        metaimage.write_metaimage(voxels, geometry, path)
+    else:
+        nrrd.write_nrrd(voxels, geometry, _pairs(voxels, path), path)
 
 
 def holds(path: Path, voxels: npt.NDArray[Any], geometry: ItkGeometry) -> bool:
-    """Whether a file, read back, is the volume that `write_itk` was given."""
-    image = SimpleITK.ReadImage(str(path), imageIO=IMAGE_IO[suffix_of(path)])
+    """Whether a file, read back, is the volume that `write_itk` was given: its header by SimpleITK, its voxels by us.
+
+    Raises:
+        ScanError: its header or its voxels cannot be read.
+        RuntimeError: SimpleITK cannot read its header.
+    """
+    suffix = suffix_of(path)
+    data, _ = (metaimage if _is_metaimage(suffix) else nrrd).checked_header(path)
+    reader = SimpleITK.ImageFileReader()
+    reader.SetImageIO(IMAGE_IO[suffix])
+    reader.SetFileName(_file_name(path))
+    reader.ReadImageInformation()
     pairs = _pairs(voxels, path)
-    if {key: image.GetMetaData(key) for key in pairs if image.HasMetaDataKey(key)} != pairs:
+    if {key: reader.GetMetaData(key) for key in pairs if reader.HasMetaDataKey(key)} != pairs:
         return False
-    same_place = np.allclose(ItkGeometry.of_image(image).affine, geometry.affine, rtol=1e-9, atol=1e-9)
-    array = SimpleITK.GetArrayViewFromImage(image).transpose(2, 1, 0)
-    return same_place and array.dtype == voxels.dtype and np.array_equal(array, voxels)
+    same_kind = reader.GetSize() == voxels.shape and VOXEL_TYPES.get(reader.GetPixelID()) == voxels.dtype.str[1:]
+    if not same_kind or not np.allclose(ItkGeometry.of_image(reader).affine, geometry.affine, rtol=1e-9, atol=1e-9):
+        return False
+    return data is not None and data.packed is not None and packed.holds(path, data, voxels)
+
+
+def _is_metaimage(suffix: str) -> bool:
+    return IMAGE_IO[suffix] == "MetaImageIO"
 
 
 def _pairs(voxels: npt.NDArray[Any], path: Path) -> dict[str, str]:
@@ -187,12 +167,6 @@ def _file_name(path: Path) -> str:
     except UnicodeEncodeError as problem:
         raise RuntimeError("the name of the file or of a folder is not UTF-8, rename it") from problem
     return name
-
-
-def _direction3(image: Any) -> tuple[float, ...]:
-    n = image.GetDimension()
-    matrix = np.reshape(image.GetDirection(), (n, n))[:3, :3]
-    return tuple(map(float, matrix.ravel()))
 
 
 def _check_files(path: Path, data: packed.Data) -> None:

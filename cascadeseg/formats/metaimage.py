@@ -1,4 +1,4 @@
-"""A MetaImage (``.mha``, ``.mhd``) looked at before ITK reads it: its text header, its data files.
+"""A MetaImage (``.mha``, ``.mhd``): written here, and looked at before ITK reads it: its text header, its data files.
 
 ITK reads MetaImages well, but meets a damaged header with several lines on the terminal and an error without a
 reason, and a missing spacing with silence. Of slices that no file is named for it gives back whatever lay in memory.
@@ -7,17 +7,28 @@ reason, and a missing spacing with silence. Of slices that no file is named for 
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Iterable
 from math import prod
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from cascadeseg.errors import ScanError
-from cascadeseg.formats.packed import Data
-from cascadeseg.formats.placement import NO_PLACE, NO_SPACING, refuse_other_units
+from cascadeseg.formats.packed import ZLIB, Data, deflated, slabs
+from cascadeseg.formats.placement import NO_PLACE, NO_SPACING, ItkGeometry, refuse_other_units
+from cascadeseg.geometry import Grid
 
 HEADER_BYTES = 1 << 16
 LIST_BYTES = 1 << 24
 LIST_FILES = 1 << 16
 ITEM_BYTES = {"CHAR": 1, "SHORT": 2, "INT": 4, "LONG": 4, "LONG_LONG": 8, "FLOAT": 4, "DOUBLE": 8}
+TYPES = {
+    "i1": "CHAR", "i2": "SHORT", "i4": "INT", "i8": "LONG_LONG", "f4": "FLOAT", "f8": "DOUBLE",
+    "u1": "UCHAR", "u2": "USHORT", "u4": "UINT", "u8": "ULONG_LONG",
+}  # fmt: skip
 
 
 def checked_header(path: Path) -> tuple[Data, tuple[str, ...]]:
@@ -111,3 +122,54 @@ def _data_files(path: Path, named: str, size: list[int], end: int) -> tuple[list
         found = f"{len(names)} data files in the header"
         raise ScanError(path, found, f"{wanted} by DimSize, in a list each with a line break behind it")
     return [path.parent / name for name in names], axes
+
+
+def write_metaimage(voxels: npt.NDArray[Any], geometry: ItkGeometry, path: Path) -> None:
+    """Writes (X, Y, Z) voxels, compressed, with the header that ITK would write.
+
+    Of an ``.mhd`` they lie in a ``.zraw`` beside it. Of an ``.mha``, too, until the header is there, which has to say
+    how many bytes they take; a number that is put in later would have to be filled up with blanks or zeros.
+    """
+    data = path.with_suffix(".zraw")
+    local = path.suffix.lower() == ".mha"
+    with data.open("xb") as file:
+        file.writelines(deflated(slabs(voxels, voxels.dtype.newbyteorder("<")), ZLIB))
+    with path.open("xb") as file:
+        file.write(_header(voxels, geometry, data.stat().st_size, "LOCAL" if local else data.name).encode())
+        if local:
+            with data.open("rb") as packed:
+                shutil.copyfileobj(packed, file)
+            data.unlink()
+
+
+def _header(voxels: npt.NDArray[Any], geometry: ItkGeometry, stored: int, data_file: str) -> str:
+    """The header of voxels that take ``stored`` bytes, compressed."""
+    fields = {
+        "ObjectType": "Image",
+        "NDims": "3",
+        "BinaryData": "True",
+        "BinaryDataByteOrderMSB": "False",
+        "CompressedData": "True",
+        "CompressedDataSize": str(stored),
+        "TransformMatrix": _numbers(np.reshape(geometry.direction, (3, 3)).T.ravel()),  # an axis after the other
+        "Offset": _numbers(geometry.origin),
+        "CenterOfRotation": "0 0 0",
+        "AnatomicalOrientation": _sides(Grid(voxels.shape, geometry.affine)),
+        "ElementSpacing": _numbers(geometry.spacing),
+        "DimSize": " ".join(map(str, voxels.shape)),
+        "ElementType": f"MET_{TYPES[voxels.dtype.str[1:]]}",
+        "ElementDataFile": data_file,
+    }
+    return "".join(f"{name} = {value}\n" for name, value in fields.items())
+
+
+def _numbers(values: Iterable[float]) -> str:
+    """As many digits as it takes to read the same numbers back."""
+    return " ".join(f"{value:.17g}" for value in values)
+
+
+def _sides(grid: Grid) -> str:
+    """The side that each axis begins at, by its letter."""
+    order, flips = grid.canonical_axes()
+    letters = {axis: "RAS"[w] if flips[w] else "LPI"[w] for w, axis in enumerate(order)}
+    return "".join(letters[axis] for axis in range(3))

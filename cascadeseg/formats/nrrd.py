@@ -1,4 +1,4 @@
-"""The text header of a NRRD (``.nrrd``, ``.nhdr``), looked at before ITK reads the file.
+"""A NRRD (``.nrrd``, ``.nhdr``): written here, and its text header looked at before ITK reads the file.
 
 ITK meets a missing spacing, lengths in another unit than millimetres and axes of no anatomy with silence, and damage
 with words from inside its reader, at times with the file's bytes in them: `refusal` says what they mean.
@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from cascadeseg.errors import ScanError
-from cascadeseg.formats.packed import COPY_AGAIN, Data
-from cascadeseg.formats.placement import NO_PLACE, NO_SPACING, refuse_other_units
+from cascadeseg.formats.packed import COPY_AGAIN, GZIP, Data, deflated, slabs
+from cascadeseg.formats.placement import NO_PLACE, NO_SPACING, ItkGeometry, refuse_other_units
 from cascadeseg.geometry import bounding_box
 from cascadeseg.labels import ANATOMICAL_STRUCTURE, LUNG, LUNGS, Label
 
@@ -32,6 +34,10 @@ ITEM_BYTES = {
     **dict.fromkeys(("long long", "longlong", "int64", "double"), 8),
 }
 """By the names of types, without their sign and what else C has in them."""
+TYPES = {
+    "i1": "signed char", "i2": "short", "i4": "int", "i8": "long long int", "f4": "float", "f8": "double",
+    "u1": "unsigned char", "u2": "unsigned short", "u4": "unsigned int", "u8": "unsigned long long int",
+}  # fmt: skip
 SIGN_AND_REST = re.compile(r"^(un)?signed |^u| int$|_t$")
 READER_WORDS = re.compile(r"\[nrrd\] (\w+): (.*)")
 """Of NrrdIO: the function that failed, and why."""
@@ -177,3 +183,35 @@ def _fields(path: Path) -> tuple[dict[str, str], int]:
     if len(head) < HEADER_BYTES and not {"data file", "datafile"} & set(fields):
         raise ScanError(path, "the file is cut short inside its header", "", COPY_AGAIN)
     return fields, 0
+
+
+def write_nrrd(voxels: npt.NDArray[Any], geometry: ItkGeometry, pairs: Mapping[str, str], path: Path) -> None:
+    """Writes (X, Y, Z) voxels, compressed, with the header that ITK would write, ``pairs`` at its end."""
+    with path.open("xb") as file:
+        file.write(_header(voxels, geometry, pairs).encode())
+        file.writelines(deflated(slabs(voxels, voxels.dtype.newbyteorder("<")), GZIP))
+
+
+def _header(voxels: npt.NDArray[Any], geometry: ItkGeometry, pairs: Mapping[str, str]) -> str:
+    steps = np.reshape(geometry.direction, (3, 3)) * geometry.spacing
+    lines = [
+        "NRRD0004",
+        "# Complete NRRD file format specification at:",
+        "# http://teem.sourceforge.net/nrrd/format.html",
+        f"type: {TYPES[voxels.dtype.str[1:]]}",
+        "dimension: 3",
+        "space: left-posterior-superior",
+        f"sizes: {' '.join(map(str, voxels.shape))}",
+        f"space directions: {' '.join(map(_vector, steps.T))}",
+        "kinds: domain domain domain",
+        *(["endian: little"] if voxels.dtype.itemsize > 1 else []),
+        "encoding: gzip",
+        f"space origin: {_vector(geometry.origin)}",
+        *(f"{key}:={pairs[key]}" for key in sorted(pairs)),
+    ]
+    return "\n".join([*lines, "", ""])
+
+
+def _vector(values: Iterable[float]) -> str:
+    """As many digits as it takes to read the same numbers back."""
+    return f"({','.join(f'{value:.17g}' for value in values)})"

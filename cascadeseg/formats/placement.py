@@ -9,7 +9,9 @@ angles the anatomy would lie elsewhere than the header says.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +39,36 @@ NO_SPACING = (
 
 WHOLE_SERIES = "give the whole series or stack, not one slice of it"
 """What to do about a picture."""
+
+
+@dataclass(frozen=True)
+class ItkGeometry:
+    """Where an ITK image lies, in its own words (LPS+ mm), so that it can be written back to the last bit."""
+
+    spacing: tuple[float, ...]
+    origin: tuple[float, ...]
+    direction: tuple[float, ...]
+
+    @property
+    def affine(self) -> Affine:
+        """(4, 4) voxel index to RAS+ mm."""
+        affine = np.eye(4)
+        affine[:3, :3] = np.reshape(self.direction, (3, 3)) * np.asarray(self.spacing)
+        affine[:3, 3] = self.origin
+        return np.asarray(LPS_TO_RAS @ affine)
+
+    @staticmethod
+    def of_grid(grid: Grid) -> ItkGeometry:
+        affine = LPS_TO_RAS @ grid.affine
+        direction = (affine[:3, :3] / np.asarray(grid.spacing_mm)).ravel()
+        return ItkGeometry(grid.spacing_mm, tuple(map(float, affine[:3, 3])), tuple(map(float, direction)))
+
+    @staticmethod
+    def of_image(image: Any) -> ItkGeometry:
+        """Of a SimpleITK image or image reader, its first three axes."""
+        n = image.GetDimension()
+        matrix = np.reshape(image.GetDirection(), (n, n))[:3, :3]
+        return ItkGeometry(image.GetSpacing()[:3], image.GetOrigin()[:3], tuple(map(float, matrix.ravel())))
 
 
 def volume_shape(dims: tuple[int, ...], volume: int | None, where: object) -> tuple[tuple[int, int, int], int]:

@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from cascadeseg.atomic import staged
-from cascadeseg.errors import OutputError
+from cascadeseg.errors import OutputError, ScanError
 from cascadeseg.formats.names import LABEL_SUFFIXES, NIFTI_SUFFIXES, SEGMENTATION_SUFFIX, VOLUME_SUFFIXES, suffix_of
+from cascadeseg.formats.placement import ItkGeometry
 from cascadeseg.formats.read import read_labels
 from cascadeseg.formats.scan import DicomSeries, Scan
 from cascadeseg.geometry import SAME_GRID_MM, Grid, canonical_view
@@ -117,6 +118,9 @@ def _write(
         except RuntimeError as problem:  # SimpleITK knows no other kind
             found = f"cannot be written ({' '.join(str(problem).split())[-200:]})"
             raise OutputError(path, found) from problem
+        except ScanError as problem:
+            remedy = "check the disk, or choose another name"  # by some, an .mhd does not find its .zraw
+            raise OutputError(path, f"cannot be read back ({problem.found})", "", remedy) from problem
         if not verified:
             raise OutputError(path, "what was read back is not what was written", "", "check the disk")
 
@@ -138,7 +142,7 @@ def _encode(
         return dicom_seg.holds(part, voxels, grid)
     from cascadeseg.formats import itk
 
-    geometry = native if isinstance(native, itk.ItkGeometry) else itk.ItkGeometry.of_grid(grid)
+    geometry = native if isinstance(native, ItkGeometry) else ItkGeometry.of_grid(grid)
     itk.write_itk(voxels, geometry, part)
     return itk.holds(part, voxels, geometry)
 

@@ -13,7 +13,10 @@ import pytest
 import SimpleITK
 
 from cascadeseg.errors import ScanError
-from cascadeseg.formats import read_labels, read_scan, scan_of, write_labels, write_scan
+from cascadeseg.formats import packed, read_labels, read_scan, scan_of, write_labels, write_scan
+from cascadeseg.formats.itk import VOXEL_TYPES
+from cascadeseg.formats.placement import ItkGeometry
+from cascadeseg.geometry import Grid
 from tests.formats.volumes import ORIENTATIONS, SHAPE, SPACING_MM, affine_of, ct_values, oblique_grid, rotation
 
 SUFFIXES = [".mha", ".mhd", ".nrrd"]
@@ -260,6 +263,57 @@ def test_a_mask_has_the_scans_geometry_to_the_last_bit(tmp_path: Path, suffix: s
     tolerance = 1e-15 if suffix == ".nrrd" else 0
     assert np.abs(np.subtract(mask.GetSpacing(), was.GetSpacing())).max() <= tolerance
     assert np.abs(np.subtract(mask.GetDirection(), was.GetDirection())).max() <= tolerance
+
+
+def header(path: Path) -> list[bytes]:
+    """Its lines, without the number of bytes that the voxels take compressed."""
+    content = path.read_bytes()
+    end = content.index(b"\n", content.index(b"ElementDataFile")) if path.suffix != ".nrrd" else content.index(b"\n\n")
+    return [line for line in content[:end].split(b"\n") if not line.startswith(b"CompressedDataSize")]
+
+
+def check_written_as_simpleitk_writes(folder: Path, voxels: np.ndarray, directions: np.ndarray) -> None:
+    grid = Grid(SHAPE, affine_of(directions))
+    image = itk_image(voxels)
+    geometry = ItkGeometry.of_grid(grid)
+    image.SetOrigin(geometry.origin)
+    image.SetSpacing(geometry.spacing)
+    image.SetDirection(geometry.direction)
+    (folder / "itk").mkdir()
+    for suffix in SUFFIXES:
+        path, own = folder / "itk" / f"scan{suffix}", folder / f"scan{suffix}"
+        SimpleITK.WriteImage(image, str(path), useCompression=True)
+        write_scan(voxels, grid, own)
+        assert header(own) == header(path)
+        read, oracle = SimpleITK.ReadImage(str(own)), SimpleITK.ReadImage(str(path))
+        assert read.GetPixelID() == oracle.GetPixelID()
+        assert np.array_equal(SimpleITK.GetArrayFromImage(read), voxels.transpose(2, 1, 0))
+        assert (read.GetOrigin(), read.GetSpacing(), read.GetDirection()) == (
+            oracle.GetOrigin(), oracle.GetSpacing(), oracle.GetDirection(),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("directions", [*ORIENTATIONS, rotation(10, 20, -15)])
+def test_files_have_the_headers_that_simpleitk_writes(tmp_path: Path, directions: np.ndarray) -> None:
+    check_written_as_simpleitk_writes(tmp_path, ct_values(), directions)
+
+
+@pytest.mark.parametrize("dtype", VOXEL_TYPES.values())
+def test_every_type_is_written_as_simpleitk_writes_it(tmp_path: Path, dtype: str) -> None:
+    voxels = np.clip(ct_values() + 1024, 0, 120).astype(dtype)
+    check_written_as_simpleitk_writes(tmp_path, voxels, rotation(3.3, -7.7, 1.1))
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_voxels_are_written_some_slices_at_a_time_whatever_their_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    monkeypatch.setattr(packed, "SLAB_BYTES", 3 * 2 * 12 * 14)  # of 10 slices 3, 3, 3 and 1
+    for order, voxels in (("C", np.ascontiguousarray(ct_values())), ("F", ct_values()), ("view", ct_values()[::-1])):
+        path = tmp_path / f"{order}{suffix}"
+        write_scan(voxels, oblique_grid(), path)
+        image = SimpleITK.ReadImage(str(path))
+        assert np.array_equal(SimpleITK.GetArrayFromImage(image), voxels.transpose(2, 1, 0))
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)

@@ -12,7 +12,8 @@ import SimpleITK
 
 from cascadeseg.errors import OutputError, ScanError
 from cascadeseg.formats import Scan, read_labels, read_scan, write_labels, write_scan
-from cascadeseg.formats.itk import ItkGeometry, holds
+from cascadeseg.formats.itk import holds
+from cascadeseg.formats.placement import ItkGeometry
 from cascadeseg.geometry import Grid
 from cascadeseg.labels import LUNGS
 from tests.formats.dicom_series import write_series

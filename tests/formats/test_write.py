@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
-import SimpleITK
 
 from cascadeseg.atomic import replace_file
 from cascadeseg.errors import OutputError
@@ -17,7 +20,10 @@ from cascadeseg.formats import (
     Scan,
     check_writable,
     itk,
+    metaimage,
     nifti,
+    nrrd,
+    packed,
     read_labels,
     read_scan,
     write_labels,
@@ -107,11 +113,12 @@ def test_a_failure_leaves_what_was_there(
     write_labels(LABELS, path, scan)
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
 
-    def full_disk(*_: object, **__: object) -> None:
+    def full_disk(voxels: npt.NDArray[np.uint8], *_: object) -> Iterator[bytes]:
+        yield voxels[..., 0].tobytes()
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(nifti, "_file_bytes", full_disk)
-    monkeypatch.setattr(SimpleITK, "WriteImage", full_disk)
+    for module in (nifti, metaimage, nrrd):
+        monkeypatch.setattr(module, "slabs", full_disk)
     with pytest.raises(OutputError, match=r"cannot be written \(No space left on device\)"):
         write_labels(LABELS * 2, path, scan)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
@@ -127,6 +134,72 @@ def test_what_reads_back_differently_is_not_kept(
     with pytest.raises(OutputError, match="what was read back is not what was written"):
         write_labels(LABELS, tmp_path / f"mask{suffix}", scan)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("suffix", [suffix for suffix in MASK_SUFFIXES if suffix != ".nii"])
+def test_what_cannot_be_read_back_is_not_kept(
+    tmp_path: Path, scan: Scan, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bit of the checksum, or of the voxels before it, that the disk turned."""
+    deflated = packed.deflated
+
+    def turned(pieces: object, wrapping: int) -> Iterator[bytes]:
+        whole = bytearray(b"".join(deflated(pieces, wrapping)))  # type: ignore[arg-type]
+        whole[-1 if wrapping == packed.ZLIB else -8] ^= 1
+        yield bytes(whole)
+
+    for module in (nifti, metaimage, nrrd):
+        monkeypatch.setattr(module, "deflated", turned)
+    words = r"mask\S+: cannot be read back \(damaged .*\); check the disk, or choose another name$"
+    with pytest.raises(OutputError, match=words):
+        write_labels(LABELS, tmp_path / f"mask{suffix}", scan)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["100%", "LIST of lungs", "a%d b c d"])
+def test_a_name_by_which_a_metaimage_does_not_find_its_voxels(tmp_path: Path, scan: Scan, name: str) -> None:
+    with pytest.raises(OutputError, match=rf"{name}\.mhd: cannot be read back \(.*\); .*choose another name$"):
+        write_labels(LABELS, tmp_path / f"{name}.mhd", scan)
+    assert list(tmp_path.iterdir()) == []
+    write_labels(LABELS, tmp_path / f"{name}.mha", scan)
+    assert np.array_equal(read_labels(tmp_path / f"{name}.mha")[0], LABELS)
+
+
+MEMORY_OF_WRITING = """
+import sys
+from pathlib import Path
+import numpy as np
+from cascadeseg.formats import Scan, write_labels
+from cascadeseg.geometry import Grid
+
+
+def kilobytes(field):
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field))
+
+
+def written(shape):
+    labels = np.zeros(shape, np.uint8, order="F")
+    labels[2:5, 3:7] = 1
+    labels[5:, 3:7] = 2
+    scan = Scan(labels, Grid.axis_aligned(shape, (1, 1, 1)))
+    before = kilobytes("VmRSS")
+    write_labels(labels, sys.argv[1], scan)
+    return 1024 * (kilobytes("VmHWM") - before) / labels.nbytes
+
+
+written((8, 8, 8))  # loads what there is to load
+print(written((512, 512, 400)))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no peak of a process's memory to be had")
+@pytest.mark.parametrize("suffix", MASK_SUFFIXES)
+def test_writing_takes_less_memory_than_half_the_mask(tmp_path: Path, suffix: str) -> None:
+    """Of the whole process, which has the mask already: ITK's own memory is no part of what Python counts."""
+    command = [sys.executable, "-c", MEMORY_OF_WRITING, str(tmp_path / f"mask{suffix}")]
+    said = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert float(said.stdout) < 0.5
 
 
 def test_an_interruption_leaves_nothing(tmp_path: Path) -> None:
