@@ -123,6 +123,7 @@ def holds(path: Path, voxels: npt.NDArray[Any], geometry: ItkGeometry) -> bool:
         ScanError: its header or its voxels cannot be read.
         RuntimeError: SimpleITK cannot read its header.
     """
+    SimpleITK.ProcessObject.SetGlobalWarningDisplay(False)
     suffix = suffix_of(path)
     data, _ = (metaimage if _is_metaimage(suffix) else nrrd).checked_header(path)
     reader = SimpleITK.ImageFileReader()

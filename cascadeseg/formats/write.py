@@ -70,6 +70,8 @@ def write_labels(
 def holds_labels(path: str | Path, labels: npt.NDArray[np.uint8], scan: Scan) -> bool:
     """Whether a mask on disk is this one, also where another program stored it: turned, or cut to what it fills.
 
+    One that is as `write_labels` leaves it is looked at some slices at a time, any other is read whole.
+
     Args:
         path: the mask, in any of the formats of `write_labels`.
         labels: (X, Y, Z) uint8, on ``scan.grid``.
@@ -85,6 +87,8 @@ def holds_labels(path: str | Path, labels: npt.NDArray[np.uint8], scan: Scan) ->
             return dicom_seg.holds(Path(path), labels, scan.grid)
         except (AttributeError, IndexError, KeyError, ValueError):  # made by a program that encodes it otherwise
             return False
+    if _is_as_written(Path(path), labels, scan):
+        return True
     found, grid = read_labels(path)
     whole = canonical_view(labels, scan.grid)
     box = grid.canonical().box_in(scan.grid.canonical(), SAME_GRID_MM)
@@ -92,6 +96,13 @@ def holds_labels(path: str | Path, labels: npt.NDArray[np.uint8], scan: Scan) ->
         return False
     part = whole[box.slices]
     return np.array_equal(part, canonical_view(found, grid)) and np.count_nonzero(part) == np.count_nonzero(whole)
+
+
+def _is_as_written(path: Path, labels: npt.NDArray[np.uint8], scan: Scan) -> bool:
+    """Whether a mask is just what `write_labels` would write; False also where it cannot be read."""
+    with suppress(OSError, RuntimeError, ScanError):  # who reads it whole says what is wrong
+        return _holds(path, labels, scan.grid, scan.native, is_labels=True)
+    return False
 
 
 def write_scan(voxels: npt.NDArray[Any], grid: Grid, path: str | Path) -> None:
@@ -114,7 +125,8 @@ def _write(
     _refuse_name(path)
     with staged(path) as part:
         try:
-            verified = _encode(voxels, grid, part, native, is_labels, model)
+            _encode(voxels, grid, part, native, is_labels, model)
+            verified = _holds(part, voxels, grid, native, is_labels)
         except RuntimeError as problem:  # SimpleITK knows no other kind
             found = f"cannot be written ({' '.join(str(problem).split())[-200:]})"
             raise OutputError(path, found) from problem
@@ -127,24 +139,39 @@ def _write(
 
 def _encode(
     voxels: npt.NDArray[Any], grid: Grid, part: Path, native: object, is_labels: bool, model: Mapping[str, str]
-) -> bool:
-    """Writes the file, and says whether it reads back the same."""
+) -> None:
     if suffix_of(part) in NIFTI_SUFFIXES:
         from cascadeseg.formats import nifti
 
         header = nifti.header_for(grid, voxels.dtype, native, is_labels=is_labels)
         nifti.write_nifti(voxels, header, part)
-        return nifti.holds(part, voxels, header)
-    if isinstance(native, DicomSeries) and suffix_of(part) == SEGMENTATION_SUFFIX:
+    elif isinstance(native, DicomSeries) and suffix_of(part) == SEGMENTATION_SUFFIX:
         from cascadeseg.formats import dicom_seg
 
         dicom_seg.write_segmentation(voxels, grid, native, part, model)
-        return dicom_seg.holds(part, voxels, grid)
+    else:
+        from cascadeseg.formats import itk
+
+        itk.write_itk(voxels, _itk_geometry(grid, native), part)
+
+
+def _holds(path: Path, voxels: npt.NDArray[Any], grid: Grid, native: object, is_labels: bool) -> bool:
+    """Whether a file reads back as what `_encode` was given; all but DICOM some slices at a time."""
+    if suffix_of(path) in NIFTI_SUFFIXES:
+        from cascadeseg.formats import nifti
+
+        return nifti.holds(path, voxels, nifti.header_for(grid, voxels.dtype, native, is_labels=is_labels))
+    if suffix_of(path) == SEGMENTATION_SUFFIX:
+        from cascadeseg.formats import dicom_seg
+
+        return dicom_seg.holds(path, voxels, grid)
     from cascadeseg.formats import itk
 
-    geometry = native if isinstance(native, ItkGeometry) else ItkGeometry.of_grid(grid)
-    itk.write_itk(voxels, geometry, part)
-    return itk.holds(part, voxels, geometry)
+    return itk.holds(path, voxels, _itk_geometry(grid, native))
+
+
+def _itk_geometry(grid: Grid, native: object) -> ItkGeometry:
+    return native if isinstance(native, ItkGeometry) else ItkGeometry.of_grid(grid)
 
 
 def not_of_dicom(path: Path) -> OutputError:

@@ -14,11 +14,12 @@ import numpy.typing as npt
 import pytest
 
 from cascadeseg.atomic import replace_file
-from cascadeseg.errors import OutputError
+from cascadeseg.errors import OutputError, ScanError
 from cascadeseg.formats import (
     MASK_SUFFIXES,
     Scan,
     check_writable,
+    holds_labels,
     itk,
     metaimage,
     nifti,
@@ -26,9 +27,11 @@ from cascadeseg.formats import (
     packed,
     read_labels,
     read_scan,
+    write,
     write_labels,
     write_scan,
 )
+from cascadeseg.geometry import Grid
 from tests.formats.volumes import SHAPE, ct_values, oblique_grid
 
 LABELS = np.ones(SHAPE, np.uint8)
@@ -165,11 +168,11 @@ def test_a_name_by_which_a_metaimage_does_not_find_its_voxels(tmp_path: Path, sc
     assert np.array_equal(read_labels(tmp_path / f"{name}.mha")[0], LABELS)
 
 
-MEMORY_OF_WRITING = """
+MEMORY = """
 import sys
 from pathlib import Path
 import numpy as np
-from cascadeseg.formats import Scan, write_labels
+from cascadeseg.formats import Scan, holds_labels, write_labels
 from cascadeseg.geometry import Grid
 
 
@@ -178,28 +181,61 @@ def kilobytes(field):
     return next(int(line.split()[1]) for line in lines if line.startswith(field))
 
 
-def written(shape):
+def growth(shape):
     labels = np.zeros(shape, np.uint8, order="F")
     labels[2:5, 3:7] = 1
     labels[5:, 3:7] = 2
     scan = Scan(labels, Grid.axis_aligned(shape, (1, 1, 1)))
     before = kilobytes("VmRSS")
     write_labels(labels, sys.argv[1], scan)
+    if not holds_labels(sys.argv[1], labels, scan):
+        raise SystemExit("another mask")
     return 1024 * (kilobytes("VmHWM") - before) / labels.nbytes
 
 
-written((8, 8, 8))  # loads what there is to load
-print(written((512, 512, 400)))
+growth((8, 8, 8))  # loads what there is to load
+print(growth((512, 512, 400)))
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no peak of a process's memory to be had")
 @pytest.mark.parametrize("suffix", MASK_SUFFIXES)
-def test_writing_takes_less_memory_than_half_the_mask(tmp_path: Path, suffix: str) -> None:
+def test_writing_and_comparing_take_less_memory_than_half_the_mask(tmp_path: Path, suffix: str) -> None:
     """Of the whole process, which has the mask already: ITK's own memory is no part of what Python counts."""
-    command = [sys.executable, "-c", MEMORY_OF_WRITING, str(tmp_path / f"mask{suffix}")]
+    command = [sys.executable, "-c", MEMORY, str(tmp_path / f"mask{suffix}")]
     said = subprocess.run(command, capture_output=True, text=True, check=True)
     assert float(said.stdout) < 0.5
+
+
+@pytest.mark.parametrize("source", ["ct.nii.gz", "ct.mha"])
+@pytest.mark.parametrize("suffix", MASK_SUFFIXES)
+def test_a_mask_on_disk_is_known_again_and_one_that_was_edited_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, source: str
+) -> None:
+    write_scan(ct_values(), oblique_grid(), tmp_path / source)
+    scan, path = read_scan(tmp_path / source), tmp_path / f"mask{suffix}"
+    labels = np.zeros(SHAPE, np.uint8)
+    labels[3:6, 4:8, 2:9] = 1
+    edited = labels.copy()
+    edited[5, 7, 8] = 2
+    write_labels(labels, path, scan)
+    assert not holds_labels(path, edited, scan)
+    turned, affine = labels.transpose(2, 0, 1), scan.grid.affine[:, [2, 0, 1, 3]]
+    write_labels(turned, path, Scan(turned, Grid(turned.shape, affine)))
+    assert holds_labels(path, labels, scan), "stored with other axes"
+    assert not holds_labels(path, edited, scan)
+    write_labels(labels, path, scan)
+    monkeypatch.setattr(write, "read_labels", lambda path: pytest.fail("read whole"))
+    assert holds_labels(path, labels, scan)
+
+
+@pytest.mark.parametrize("suffix", [".nii.gz", ".mha", ".nrrd"])
+def test_a_damaged_mask_is_no_mask_and_says_why(tmp_path: Path, scan: Scan, suffix: str) -> None:
+    path = tmp_path / f"mask{suffix}"
+    write_labels(LABELS, path, scan)
+    path.write_bytes(path.read_bytes()[:-12])
+    with pytest.raises(ScanError, match=rf"mask{suffix}: the file is cut short"):
+        holds_labels(path, LABELS, scan)
 
 
 def test_an_interruption_leaves_nothing(tmp_path: Path) -> None:
