@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -126,8 +127,10 @@ def _masks(prediction: npt.NDArray[Any], reference: npt.NDArray[Any], labels: Se
     """Where a prediction and its reference have one of some labels; nowhere where the reference is `IGNORE`."""
     if prediction.shape != reference.shape:
         raise ValueError(f"prediction has shape {prediction.shape}, the reference {reference.shape}")
-    values = [label.value for label in labels]
-    return np.isin(prediction, values) & (reference != IGNORE), np.isin(reference, values)
+    predicted, expected = (
+        reduce(np.logical_or, (mask == label.value for label in labels)) for mask in (prediction, reference)
+    )
+    return predicted & (reference != IGNORE), expected
 
 
 def _scores(prediction: Mask, reference: Mask, spacing_mm: Sequence[float]) -> Scores:
