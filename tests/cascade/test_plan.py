@@ -251,6 +251,7 @@ def test_memory_grows_with_the_voxels_alone():
 def test_the_mask_is_the_same_at_any_limit(monkeypatch):
     scan = chest(chest_grid((3.0, 3.0, 3.0)))
     segmenter = Segmenter(tiny_model(), device="cpu", precision="fp32")
+    segmenter.locator = Thresholder(segmenter.locator.stage, sides=True)  # type: ignore[assignment]
     whole = segmenter.segment(scan).labels
     context, stride = segmenter.refiner.stage.unet.context, segmenter.refiner.stage.unet.stride
     segmenter.plan = lambda scan: replace(  # type: ignore[method-assign]
