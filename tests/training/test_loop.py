@@ -288,7 +288,6 @@ from cascadeseg import config
 from cascadeseg.evaluation import preview
 from cascadeseg.training.config import TrainingConfig
 from cascadeseg.training.loop import train
-from cascadeseg.training.log import Log
 recipe = config.load(Path(sys.argv[1]), TrainingConfig)
 sys.stdout.write("ready\\n"); sys.stdout.flush()
 for line in sys.stdin:
