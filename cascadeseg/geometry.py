@@ -210,6 +210,28 @@ def canonical_view(array: npt.NDArray[np.generic], grid: Grid) -> npt.NDArray[np
     return array.transpose(order)[tuple(slice(None, None, -1) if flip else slice(None) for flip in flips)]
 
 
+def boxes_on_one_grid(one: Grid, other: Grid, *, may_be_cut: tuple[bool, bool]) -> tuple[Box, Box, Box] | None:
+    """Where two masks of one scan lie, of which programs may have cut off what is empty.
+
+    Args:
+        one: where the first lies.
+        other: where the second lies.
+        may_be_cut: of each, whether it may be smaller than the scan.
+
+    Returns:
+        In voxels of the second, its axes turned closest to RAS+, the boxes of the first, of the second and of both
+        together; None where they share no voxel, or one lacks what it may not.
+    """
+    one, other = one.canonical(), other.canonical()
+    box, whole = one.box_in(other, SAME_GRID_MM), Box.whole(other.shape)
+    if box is None or not box.overlaps(whole):
+        return None
+    around = Box.around([box, whole])
+    if all(own == around or cut for own, cut in zip((box, whole), may_be_cut, strict=True)):
+        return box, whole, around
+    return None
+
+
 def bounding_box(mask: Mask | npt.NDArray[np.uint8]) -> Box | None:
     """The smallest box around what is true of (X, Y, Z), or not 0; None where nothing is.
 

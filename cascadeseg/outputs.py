@@ -24,8 +24,8 @@ from cascadeseg.formats import (
     suffix_of,
 )
 from cascadeseg.formats.find import may_be_dicom
-from cascadeseg.formats.names import SLICER_SUFFIX, VOXELS_SUFFIX
-from cascadeseg.geometry import SAME_GRID_MM, Box, Grid
+from cascadeseg.formats.names import VOXELS_SUFFIX, may_be_cut
+from cascadeseg.geometry import Grid, boxes_on_one_grid
 from cascadeseg.terminal import Progress
 
 ENDING = "_lungs"
@@ -358,10 +358,8 @@ def _check_mask(job: Job, scan: Scan) -> None:
             same, found, expected = series == own, f"series {series}", f"series {own}" if own else "not DICOM"
         else:
             mask, grid = (of.grid.canonical() for of in (read_outline(job.labels), scan))
-            box, whole = mask.box_in(grid, SAME_GRID_MM), Box.whole(grid.shape)
-            if box and suffix_of(job.labels) == SLICER_SUFFIX:
-                box = Box.around([box, whole])
-            same, found, expected = box == whole, _extent(mask), _extent(grid)
+            boxes = boxes_on_one_grid(mask, grid, may_be_cut=(may_be_cut(job.labels), False))
+            same, found, expected = boxes is not None, _extent(mask), _extent(grid)
     except ScanError as problem:
         remedy = "delete it, or choose another place with -o"
         raise OutputError(job.labels, problem.found, f"a mask of {job.scan}", remedy) from problem

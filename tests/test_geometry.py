@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import nibabel
 import numpy as np
 import pytest
 
-from cascadeseg.geometry import Box, Grid, bounding_box, canonical_view, centroid, counted
+from cascadeseg.geometry import Box, Grid, bounding_box, boxes_on_one_grid, canonical_view, centroid, counted
 from tests.formats.volumes import ORIENTATIONS, SHAPE, SPACING_MM, affine_of, ct_values, oblique_grid, rotation
 
 
@@ -160,6 +162,24 @@ def test_box_in_is_where_the_voxels_of_a_grid_are_in_another() -> None:
     assert Grid(SHAPE, affine).box_in(grid, tolerance_mm=0.1) is None, "half a voxel away"
     assert grid.resampled(1.5).box_in(grid) is None
     assert Grid(SHAPE, affine_of(ORIENTATIONS[3])).box_in(Grid(SHAPE, affine_of(ORIENTATIONS[7]))) is None
+
+
+def test_masks_of_one_scan_lie_on_one_grid_also_where_they_are_cut() -> None:
+    grid = oblique_grid()
+    axes = grid.canonical()
+    whole, part, beyond = Box.whole(axes.shape), Box((1, 0, 2), (4, 5, 6)), Box((-1, 0, 2), (4, 5, 6))
+    for may_be_cut in product((True, False), repeat=2):
+        first, second = may_be_cut
+        assert boxes_on_one_grid(grid, axes, may_be_cut=may_be_cut) == (whole, whole, whole)
+        expected = (part, whole, whole) if first else None
+        assert boxes_on_one_grid(axes.cropped(part), grid, may_be_cut=may_be_cut) == expected
+        expected = (whole.shifted((-1, 0, -2)), Box.whole(part.shape), whole.shifted((-1, 0, -2))) if second else None
+        assert boxes_on_one_grid(grid, axes.cropped(part), may_be_cut=may_be_cut) == expected
+        expected = (beyond, whole, Box((-1, 0, 0), whole.stop)) if first and second else None
+        assert boxes_on_one_grid(axes.cropped(beyond), axes, may_be_cut=may_be_cut) == expected
+        apart = axes.cropped(part.shifted((axes.shape[0], 0, 0)))
+        assert boxes_on_one_grid(apart, axes, may_be_cut=may_be_cut) is None
+        assert boxes_on_one_grid(grid.resampled(1.5), grid, may_be_cut=may_be_cut) is None
 
 
 def test_boxes() -> None:

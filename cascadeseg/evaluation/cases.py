@@ -14,10 +14,10 @@ from cascadeseg.errors import ScanError
 from cascadeseg.evaluation.metrics import evaluate, evaluate_as_one
 from cascadeseg.evaluation.tables import Case
 from cascadeseg.formats import LABEL_SUFFIXES, MASK_SUFFIXES, SEGMENTATION_SUFFIX, read_labels, stem_of, suffix_of
-from cascadeseg.formats.names import MASK_ENDINGS, SLICER_SUFFIX, is_mask_name
+from cascadeseg.formats.names import MASK_ENDINGS, SLICER_SUFFIX, is_mask_name, may_be_cut
 from cascadeseg.formats.nrrd import segment_names
 from cascadeseg.formats.read import is_dicom_file
-from cascadeseg.geometry import SAME_GRID_MM, Box, canonical_view, counted
+from cascadeseg.geometry import Box, boxes_on_one_grid, canonical_view, counted
 from cascadeseg.labels import BACKGROUND, IGNORE, LUNGS
 
 OUR_ENDING = "_lungs"
@@ -98,15 +98,12 @@ def _on_one_grid(prediction: Path, reference: Path) -> tuple[list[npt.NDArray[An
     Raises:
         ScanError: one of them cannot be read, or they lie on different grids.
     """
-    paths = (prediction, reference)
-    read = [read_labels(path) for path in paths]
+    read = [read_labels(path) for path in (prediction, reference)]
     masks = [canonical_view(labels, grid) for labels, grid in read]
-    grid, of_reference = (grid.canonical() for _, grid in read)
-    box, whole = grid.box_in(of_reference, SAME_GRID_MM), Box.whole(of_reference.shape)
-    if box is not None and box.overlaps(whole):
-        around = Box.around([box, whole])
-        if all(own == around or _may_be_cut(path) for own, path in zip((box, whole), paths, strict=True)):
-            return [_grown(mask, own, around) for mask, own in zip(masks, (box, whole), strict=True)], grid.spacing_mm
+    (_, grid), (_, of_reference) = read
+    if boxes := boxes_on_one_grid(grid, of_reference, may_be_cut=(_may_be_cut(prediction), _may_be_cut(reference))):
+        *own, around = boxes
+        return [_grown(mask, box, around) for mask, box in zip(masks, own, strict=True)], grid.canonical().spacing_mm
     same_shape = masks[0].shape == masks[1].shape
     found = "another place" if same_shape else f"{' x '.join(map(str, masks[0].shape))} voxels"
     raise ScanError(prediction, f"{found}, not on the grid of {reference}", "masks of one scan")
@@ -114,7 +111,7 @@ def _on_one_grid(prediction: Path, reference: Path) -> tuple[list[npt.NDArray[An
 
 def _may_be_cut(path: Path) -> bool:
     """Whether a mask may lie on a part of its scan's grid."""
-    return suffix_of(path) == SLICER_SUFFIX or is_dicom_file(path)
+    return may_be_cut(path) or is_dicom_file(path)
 
 
 def _grown(mask: npt.NDArray[Any], box: Box, around: Box) -> npt.NDArray[Any]:

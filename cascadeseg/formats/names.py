@@ -56,6 +56,11 @@ def is_not_dicom(path: str | Path) -> bool:
     return suffix_of(path) in other and not Path(path).is_dir()
 
 
+def may_be_cut(path: str | Path) -> bool:
+    """Whether a mask may be smaller than its scan: 3D Slicer saves a segmentation cut to what its segments fill."""
+    return suffix_of(path) == SLICER_SUFFIX
+
+
 def is_mask_name(path: str | Path) -> bool:
     """Whether a file is, by its name, a mask that lies beside its scan: ``a_lungs``, ``lungs`` or ``a.seg``."""
     return suffix_of(path) == SLICER_SUFFIX or f"_{stem_of(path).lower()}".endswith(MASK_ENDINGS)

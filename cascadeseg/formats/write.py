@@ -16,7 +16,7 @@ from cascadeseg.formats.names import LABEL_SUFFIXES, NIFTI_SUFFIXES, SEGMENTATIO
 from cascadeseg.formats.placement import ItkGeometry
 from cascadeseg.formats.read import read_labels
 from cascadeseg.formats.scan import DicomSeries, Scan
-from cascadeseg.geometry import SAME_GRID_MM, Grid, canonical_view
+from cascadeseg.geometry import Grid, boxes_on_one_grid, canonical_view
 
 
 def check_writable(path: str | Path) -> None:
@@ -90,11 +90,11 @@ def holds_labels(path: str | Path, labels: npt.NDArray[np.uint8], scan: Scan) ->
     if _is_as_written(Path(path), labels, scan):
         return True
     found, grid = read_labels(path)
-    whole = canonical_view(labels, scan.grid)
-    box = grid.canonical().box_in(scan.grid.canonical(), SAME_GRID_MM)
-    if box is None or box.clipped(whole.shape) != box:
+    boxes = boxes_on_one_grid(grid, scan.grid, may_be_cut=(True, False))
+    if boxes is None:
         return False
-    part = whole[box.slices]
+    whole = canonical_view(labels, scan.grid)
+    part = whole[boxes[0].slices]
     return np.array_equal(part, canonical_view(found, grid)) and np.count_nonzero(part) == np.count_nonzero(whole)
 
 
