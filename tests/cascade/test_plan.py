@@ -136,6 +136,7 @@ def test_memory_that_runs_out_with_both_lungs_at_work_changes_neither(two_thread
     segmenter = Segmenter(replace(tiny_model(), refiner=refiner), device="cpu", precision="fp32")
     segmenter.locator = Thresholder(segmenter.locator.stage, sides=True)  # type: ignore[assignment]
     enough, engine, refused = segmenter.segment(scan), segmenter.refiner._engine, []
+    both = threading.Barrier(2)  # neither lung is refused before the other is at work: it would begin with tiles
 
     class Starved:
         def __getattr__(self, name):
@@ -144,6 +145,8 @@ def test_memory_that_runs_out_with_both_lungs_at_work_changes_neither(two_thread
         def __call__(self, image, finish):
             if image.shape[3] > 80:
                 refused.append(threading.current_thread().name)
+                if len(refused) <= 2:
+                    both.wait(timeout=60)
                 raise MemoryError
             return engine(image, finish)
 
