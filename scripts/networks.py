@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cascadeseg import config as configs
-from cascadeseg.network import Model, Stage, UNet, UNetConfig, load_model, save_model, stage_of
+from cascadeseg.network import Engine, Model, Stage, UNet, UNetConfig, load_model, save_model, stage_of
 from cascadeseg.training.config import TrainingConfig
 from cascadeseg.training.loop import train
 
@@ -201,7 +201,6 @@ def timed(stage: Stage, shape: tuple[int, ...], options: argparse.Namespace) -> 
     import torch
 
     from cascadeseg.cascade.pipeline import peak_memory_mb
-    from cascadeseg.network import Engine
 
     if options.threads:
         torch.set_num_threads(options.threads)
