@@ -131,8 +131,7 @@ def _write(
             found = f"cannot be written ({' '.join(str(problem).split())[-200:]})"
             raise OutputError(path, found) from problem
         except ScanError as problem:
-            remedy = "check the disk, or choose another name"  # by some, an .mhd does not find its .zraw
-            raise OutputError(path, f"cannot be read back ({problem.found})", "", remedy) from problem
+            raise OutputError(path, f"cannot be read back ({problem.found})", "", "check the disk") from problem
         if not verified:
             raise OutputError(path, "what was read back is not what was written", "", "check the disk")
 
@@ -185,6 +184,9 @@ def _refuse_name(path: Path) -> None:
     if suffix not in LABEL_SUFFIXES:
         found = f"unknown suffix '{suffix}'" if suffix else "a name without a suffix"
         raise OutputError(path, found, f"one of {' '.join(LABEL_SUFFIXES)}")
+    if suffix == ".mhd" and (path.name.startswith("LIST") or "%" in path.name):  # in a header these mean other things
+        found = "a name by which an .mhd does not lead to its .zraw"
+        raise OutputError(path, found, "one without % that does not begin with LIST", "or choose .mha")
     if suffix == SEGMENTATION_SUFFIX and path.is_file():
         from cascadeseg.formats import dicom_seg
 
