@@ -378,6 +378,38 @@ def lobar_bronchi(patient: Patient, side: int) -> Beads:
     return moved(Beads.joined([strand(path, [0.72 * r, 0.62 * r, 0.42 * r]) for path in paths]), patient)
 
 
+def hilar_vessels(patient: Patient, side: int) -> Beads:
+    """Pulmonary arteries and veins of one side from the mediastinum through the hilum into the lobes.
+
+    Beside the lower lobe's bronchus goes the interlobar artery, up to 16 mm wide in health (Chang, Am J Roentgenol
+    1962, 87: 929); one vein comes in front of it, and one below, to the left atrium.
+    """
+    chest, zc = patient.chest, patient.chest.carina
+    pa, size = chest.pulmonary, chest.hilum
+    if side == 0:
+        descending = [(38, -4, -28), (45, -10, -42), (47, -18, -60), (50, -27, -80), (53, -36, -104)]
+        basal = [[(50, -25, -76), (62, -20, -94)], [(50, -26, -78), (50, -46, -96)]]
+        upper = [(30, 0, -22), (40, 0, -12), (48, 2, 2)]
+        veins = [[(40, -2, -20), (45, 10, -22), (52, 15, -8)], [(40, -16, -62), (49, -26, -70), (58, -34, -84)]]
+    else:
+        descending = [(-40, -10, -8), (-50, -18, -20), (-54, -23, -40), (-56, -31, -62), (-59, -38, -90)]
+        basal = [[(-56, -30, -60), (-68, -24, -78)], [(-56, -31, -62), (-55, -50, -80)]]
+        upper = [(-44, -8, -6), (-52, -2, 4), (-57, 2, 16)]
+        veins = [[(-40, -2, -20), (-50, 12, -24), (-57, 18, -10)], [(-40, -16, -62), (-49, -28, -68), (-58, -36, -82)]]
+    rng = np.random.default_rng([chest.tree_seed, side, 1])
+    parts = []
+    for path, radii in (
+        (descending, [0.68 * pa, 0.64 * pa, 0.56 * pa, 0.42 * pa, 2.5]),
+        (upper, [0.5 * pa, 0.4 * pa, 2.5]),
+        *((branch, [0.36 * pa, 2.0]) for branch in basal),
+        *((vein, [6.0 * size, 5.0 * size, 2.5]) for vein in veins),
+    ):
+        nodes = np.asarray(path, dtype=np.float64) + np.array([0, 0, zc])
+        nodes[1:] += rng.normal(0, 2.5, nodes[1:].shape)
+        parts.append(strand(nodes.tolist(), radii))
+    return moved(Beads.joined(parts), patient)
+
+
 def oesophagus(patient: Patient) -> Beads:
     chest, h = patient.chest, patient.torso.height
     vy = chest.vertebra_y + chest.vertebra + 9

@@ -93,6 +93,7 @@ class Chest:
     airway_wall: float
     hilar_share: float
     hilar_cuff: float
+    hilar_vessel: float
 
 
 @dataclass(frozen=True)
@@ -302,8 +303,9 @@ def _draw_chest(d: Draw, torso: Torso, config: SynthesisConfig) -> Chest:
         paratracheal=(d.uniform(-8, 6), d.uniform(-8, 40)),
         paratracheal_front=d.uniform(-10, 14),
         airway_wall=d.uniform(0.5, 1.8),
-        hilar_share=d.uniform(0.3, 0.9),
+        hilar_share=d.uniform(0.4, 1.0),
         hilar_cuff=d.uniform(0.5, 3),
+        hilar_vessel=d.uniform(2.0, 4.0),
     )
 
 

@@ -84,7 +84,7 @@ def _render_box(patient: Patient, grid: Grid, device: torch.device) -> Phantom:
     render_body.paint_mediastinum(scene)
     render_body.paint_bones(scene)
     labels = render_lungs.paint_lungs(scene, shapes)
-    render_lungs.paint_airways(scene)
+    render_lungs.paint_central(scene)
     devices.paint_devices(scene)
     hu = acquisition.acquire(patient, scene.hu, work, wanted)
     return _saved(patient, grid, hu, labels, scene.tissue, work, wanted)

@@ -60,11 +60,9 @@ def _branches(patient: Patient, side: int) -> Branches:
     beside = torch.from_numpy(rng.normal(0, 1, 3)).float()
     beside = beside / beside.norm()
     bronchi = Beads(bronchi.centres + beside * (bronchi.radii * 2.0)[:, None], bronchi.radii)
-    thick = vessels.radii > 3.6
+    near = torch.cdist(vessels.centres, roots.float()).amin(dim=1) < 28 * chest.hilum
+    thick = near & (vessels.radii > chest.hilar_vessel)
     central = Beads(vessels.centres[thick], vessels.radii[thick])
-    root = torch.from_numpy(artery_root).float()
-    close = (central.centres - root).norm(dim=1) < 28 * chest.hilum
-    central = Beads(central.centres[close], central.radii[close])
     wall = Beads(bronchi.centres, bronchi.radii * 1.12 + 0.3)
     return Branches(vessels, bronchi, wall, central)
 
@@ -149,13 +147,21 @@ def _central_structures(scene: Scene) -> tuple[Slices, Tensor] | None:
     """Distance to airways (with their wall) and hilar vessels: none of them is lung.
 
     Contours of the field leave out the lobar bronchi, too (the proximal bronchial tree, doi
-    10.1016/j.ijrobp.2010.07.1977); how far out they do is not one convention, so it is drawn.
+    10.1016/j.ijrobp.2010.07.1977), and vessels of the hilum wider than 5 mm, give or take 2 (LCTSC, doi
+    10.1002/mp.13141). How far out they do is not one convention, so it is drawn.
     """
     patient = scene.patient
     trunk = anatomy.airways(patient).grown(patient.chest.airway_wall + 0.1)
-    roots = [_root(anatomy.lobar_bronchi(patient, side), patient.chest.hilar_share).grown(0.8) for side in (0, 1)]
-    hila = [_branches(patient, side).central for side in (0, 1)]
-    beads = scene.world(Beads.joined([trunk, Beads.joined([*hila, *roots]).grown(patient.chest.hilar_cuff)]))
+    parts = []
+    for side in (0, 1):
+        vessels = anatomy.hilar_vessels(patient, side)
+        wide = vessels.radii > patient.chest.hilar_vessel
+        parts += [
+            _root(anatomy.lobar_bronchi(patient, side), patient.chest.hilar_share).grown(0.8),
+            Beads(vessels.centres[wide], vessels.radii[wide]),
+            _branches(patient, side).central,
+        ]
+    beads = scene.world(Beads.joined([trunk, Beads.joined(parts).grown(patient.chest.hilar_cuff)]))
     part = scene.box_of(beads, 4.0)
     if part is None:
         return None
@@ -238,12 +244,13 @@ def _paint_trees(scene: Scene, lung: Lung, weight: Tensor) -> None:
     lung.bronchi = tube
 
 
-def paint_airways(scene: Scene) -> None:
-    """Trachea, main and lobar bronchi: a thin wall and air, over everything else."""
+def paint_central(scene: Scene) -> None:
+    """Vessels of the hila, then trachea, main and lobar bronchi, a thin wall and air: over everything else."""
     hu = scene.patient.hounsfield
     for side in (0, 1):
         if scene.patient.findings.missing[side]:
             continue
+        scene.tubes(anatomy.hilar_vessels(scene.patient, side), hu.pulmonary_blood, Tissue.BLOOD)
         lobar = anatomy.lobar_bronchi(scene.patient, side)
         scene.tubes(lobar.grown(1.0), hu.muscle - 40, Tissue.BRONCHUS)
         scene.tubes(lobar, hu.lumen + 10, Tissue.BRONCHUS)

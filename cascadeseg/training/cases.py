@@ -31,6 +31,8 @@ from cascadeseg.training.config import LabelNames, TrainingConfig
 from cascadeseg.training.preflight import Inspected, scan_and_labels
 
 CPU = torch.device("cpu")
+HILUM_MM = 16.0
+"""How wide a gap in a lung is at most that a locator fills which takes hila for lung."""
 LabelMap = npt.NDArray[np.uint8]
 
 
@@ -217,13 +219,16 @@ def imagined(scan: Scan, labels: npt.NDArray[Any], view: View, name: str) -> Coa
     """What a stage 1 that never saw this patient might have said: the reference, vague, and wrong in places.
 
     On strange scans a stage 1 is wrong as it never is where it was trained: its surface lies millimetres too far in or
-    out all over, dense lung is missed, gas is taken for lung, and so is muscle or liver beside it, as if it were dense
-    lung. A refiner that met only good opinions follows them to the voxel; from these it learns what one is worth.
+    out all over, hila are taken for lung, dense lung is missed, gas is taken for lung, and so is muscle or liver beside
+    it, as if it were dense lung. A refiner that met only good opinions follows them to the voxel; from these it learns
+    what one is worth.
     """
     grid = coarse_grid(scan, view)
     random = Generator().manual_seed(int.from_bytes(name.encode()[-7:], "big"))
     coarse = labels_on(labels, scan.grid, grid)
     lungs = torch.stack([(coarse == lung.value).float() for lung in LUNGS])
+    if _between(0, 1, random) < 0.5:
+        lungs = _filled(lungs, round(HILUM_MM / 2 / min(grid.spacing_mm)))
     vague = F.avg_pool3d(F.pad(lungs[None], (2,) * 6, mode="replicate"), 5, stride=1)[0]
     surface = 0.3 * _between(-1, 1, random) + 0.25 * _wandering(2, grid, random)
     probabilities = torch.sigmoid(_between(6, 20, random) * (vague - 0.5 + surface))
@@ -236,6 +241,20 @@ def imagined(scan: Scan, labels: npt.NDArray[Any], view: View, name: str) -> Coa
     solid = soft & beside & (_wandering(2, grid, random) > _between(0.9, 2.6, random))
     probabilities = torch.where(solid, probabilities.clamp(min=_between(0.3, 0.95, random)), probabilities)
     return settle_sides(Coarse(probabilities / probabilities.sum(dim=0).clamp(min=1), grid))
+
+
+def _filled(lungs: Tensor, radius: int) -> Tensor:
+    """(2, X, Y, Z) lungs whose hila and bays no wider than twice ``radius`` voxels are lung, too."""
+    closed = -_grown(-_grown(lungs, radius), radius)
+    return torch.maximum(lungs, closed * (lungs.sum(dim=0) == 0))
+
+
+def _grown(values: Tensor, radius: int) -> Tensor:
+    """The largest value of a cube around each voxel, axis by axis."""
+    for axis in range(3):
+        reach = [radius * (other == axis) for other in range(3)]
+        values = F.max_pool3d(values[None], [2 * n + 1 for n in reach], stride=1, padding=reach)[0]
+    return values
 
 
 def _between(low: float, high: float, random: Generator) -> float:

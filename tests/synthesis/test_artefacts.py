@@ -198,6 +198,20 @@ def test_lobar_bronchi_at_the_hilum_are_no_lung_further_out_they_are() -> None:
     assert int(lost.sum()) < 0.01 * int((without.labels > 0).sum())
 
 
+def test_wide_vessels_of_the_hilum_are_no_lung_and_narrow_ones_are() -> None:
+    patient = quiet()
+    chests = [replace(patient.chest, hilar_vessel=least, hilar_cuff=1.5) for least in (0.0, 2.5, 20.0)]
+    none, wide, every = (render(replace(patient, chest=chest), chest_of(patient, spacing=3.0)) for chest in chests)
+    blood = none.tissues == int(Tissue.BLOOD)
+    assert torch.equal(blood, every.tissues == int(Tissue.BLOOD))
+    for label in (1, 2):
+        vessels = blood & (every.labels == label)
+        outside = [int((vessels & (phantom.labels == 0)).sum()) * 27 for phantom in (none, wide)]
+        assert outside[0] > outside[1] > 5000
+        assert int((vessels & (none.labels == label)).sum()) < 0.05 * int(vessels.sum())
+        assert int((every.labels == label).sum()) < 1.03 * int((none.labels == label).sum())
+
+
 def test_a_stomach_in_the_chest_is_gas_that_is_no_lung() -> None:
     patient = quiet(pull_up=20.0)
     patient = replace(patient, abdomen=replace(patient.abdomen, stomach_gas=0.9))

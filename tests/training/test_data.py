@@ -807,6 +807,17 @@ def test_imagined_opinions_take_solid_tissue_for_lung_in_some_patients_and_leave
     assert sum(share > 0.5 for share in left_out) in range(3, 18)
 
 
+def test_imagined_opinions_fill_hila_in_about_half_of_the_patients():
+    labels = np.zeros((44, 40, 40), np.uint8)
+    labels[3:17, 4:36, 4:36], labels[26:40, 4:36, 4:36] = LEFT_LUNG.value, RIGHT_LUNG.value
+    labels[26:40, 17:23, :] = 0  # vessels, 12 mm wide
+    hu = np.where(labels > 0, -850, 40).astype(np.int16)
+    scan = Scan(hu, Grid.axis_aligned(hu.shape, (2, 2, 2)))
+    said = [imagined(scan, labels, View(2.0), f"{key:07}").lungs[0, 30:36, 19:21, 10:30] for key in range(30)]
+    assert sum(bool((opinion > 0.96).float().mean() > 0.7) for opinion in said) in range(7, 20)
+    assert sum(bool((opinion < 0.1).float().mean() > 0.7) for opinion in said) in range(5, 24)
+
+
 def test_labels_on_another_grid_keep_their_volume():
     fine = chest_grid((2.0, 2.0, 2.0))
     coarse = fine.resampled(5.0)
