@@ -148,7 +148,7 @@ def _central_structures(scene: Scene) -> tuple[Slices, Tensor] | None:
 
     Contours of the field leave out the lobar bronchi, too (the proximal bronchial tree, doi
     10.1016/j.ijrobp.2010.07.1977), and vessels of the hilum wider than 5 mm, give or take 2 (LCTSC, doi
-    10.1002/mp.13141). How far out they do is not one convention, so it is drawn.
+    10.7937/K9/TCIA.2017.3R3FVZ08). How far out they do is not one convention, so it is drawn.
     """
     patient = scene.patient
     trunk = anatomy.airways(patient).grown(patient.chest.airway_wall + 0.1)
