@@ -77,8 +77,7 @@ def _electrodes(scene: Scene) -> None:
 def _stent(scene: Scene) -> None:
     tube = anatomy.airways(scene.patient)
     middle = tube.centres[:, 2]
-    chosen = (middle > scene.patient.chest.carina + 8) & (middle < scene.patient.chest.carina + 45)
-    part = Beads(tube.centres[chosen], tube.radii[chosen])
+    part = tube.where((middle > scene.patient.chest.carina + 8) & (middle < scene.patient.chest.carina + 45))
     scene.tubes(part.grown(0.7), 1500.0, Tissue.METAL)
     scene.tubes(part.grown(-0.6), scene.patient.hounsfield.lumen, Tissue.AIRWAY)
 

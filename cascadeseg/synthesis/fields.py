@@ -170,6 +170,10 @@ class Beads:
     def grown(self, mm: float) -> Beads:
         return Beads(self.centres, self.radii + mm)
 
+    def where(self, kept: Tensor) -> Beads:
+        """Those of a (N,) bool."""
+        return Beads(self.centres[kept], self.radii[kept])
+
 
 def strand(points: Sequence[Sequence[float]], radii: float | Sequence[float], step: float = 0.3) -> Beads:
     """Beads along a smooth curve through some points (mm), every ``step`` radii (at least every 0.4 mm)."""

@@ -61,8 +61,7 @@ def _branches(patient: Patient, side: int) -> Branches:
     beside = beside / beside.norm()
     bronchi = Beads(bronchi.centres + beside * (bronchi.radii * 2.0)[:, None], bronchi.radii)
     near = torch.cdist(vessels.centres, roots.float()).amin(dim=1) < 28 * chest.hilum
-    thick = near & (vessels.radii > chest.hilar_vessel)
-    central = Beads(vessels.centres[thick], vessels.radii[thick])
+    central = vessels.where(near & (vessels.radii > chest.hilar_vessel))
     wall = Beads(bronchi.centres, bronchi.radii * 1.12 + 0.3)
     return Branches(vessels, bronchi, wall, central)
 
@@ -155,10 +154,9 @@ def _central_structures(scene: Scene) -> tuple[Slices, Tensor] | None:
     parts = []
     for side in (0, 1):
         vessels = anatomy.hilar_vessels(patient, side)
-        wide = vessels.radii > patient.chest.hilar_vessel
         parts += [
             _root(anatomy.lobar_bronchi(patient, side), patient.chest.hilar_share).grown(0.8),
-            Beads(vessels.centres[wide], vessels.radii[wide]),
+            vessels.where(vessels.radii > patient.chest.hilar_vessel),
             _branches(patient, side).central,
         ]
     beads = scene.world(Beads.joined([trunk, Beads.joined(parts).grown(patient.chest.hilar_cuff)]))
@@ -171,8 +169,7 @@ def _central_structures(scene: Scene) -> tuple[Slices, Tensor] | None:
 def _root(bronchi: Beads, share: float) -> Beads:
     """The near part of bronchi that narrow: ``share`` of the way from their largest radius to their least."""
     low, high = float(bronchi.radii.min()), float(bronchi.radii.max())
-    near = bronchi.radii >= high - share * (high - low)
-    return Beads(bronchi.centres[near], bronchi.radii[near])
+    return bronchi.where(bronchi.radii >= high - share * (high - low))
 
 
 def _cut_out(scene: Scene, lung: Lung, excluded: tuple[Slices, Tensor] | None) -> None:
