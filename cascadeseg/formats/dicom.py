@@ -71,7 +71,9 @@ def read_dicom(path: Path, series: str | None = None, before: Before = nothing) 
         files = _looked_into(sources)
         slices = _slices(files)
         odd: list[str] = []
-        if path.is_file() and len(sources) == 1 and len(slices) == 1:
+        if path.is_dir() and series is None:
+            slices = _of_its_own_study(slices, path)
+        if len(sources) == 1 and len(slices) == 1 and path.is_file() and not sources[0].archive:
             files = _looked_into([source_of(file) for file in _siblings(path)])
             own = slices[0].series.uid
             series, slices = series or own, _slices(files)
@@ -107,6 +109,14 @@ def _looked_into(sources: Sequence[Source]) -> list[Found]:
 
 def _slices(files: Sequence[Found]) -> list[Slice]:
     return [slice_ for file in files for slice_ in file.slices]
+
+
+def _of_its_own_study(slices: Sequence[Slice], folder: Path) -> list[Slice]:
+    """Those of the studies that lie in a folder itself, or all if none does: what lies below may be another study,
+    which `find_scans` takes as a scan of its own.
+    """
+    own = {slice_.series.study_uid for slice_ in slices if Path(slice_.source.name).parent == folder}
+    return [slice_ for slice_ in slices if not own or slice_.series.study_uid in own]
 
 
 def _siblings(path: Path) -> list[Path]:

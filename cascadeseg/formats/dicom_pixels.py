@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pydicom
 from pydicom.pixels import pixel_array
-from pydicom.uid import MultiFrameGrayscaleWordSecondaryCaptureImageStorage, generate_uid
+from pydicom.uid import MultiFrameGrayscaleWordSecondaryCaptureImageStorage, RLELossless, generate_uid
 
 from cascadeseg.errors import ScanError
 from cascadeseg.formats.dicom_files import Slice, Source, encoding_of
@@ -87,7 +87,11 @@ def _decoded(slice_: Slice) -> npt.NDArray[Any]:
     data, encoding = _pixel_data(slice_.source)
     try:
         try:
-            values = np.asarray(pixel_array(data, raw=True))
+            if encoding == RLELossless or not encoding.is_encapsulated:
+                words = np.asarray(pixel_array(data, raw=True, correct_unused_bits=False))
+                values = _without_other_bits(words.astype(slice_.stored, copy=False), slice_)
+            else:
+                values = np.asarray(pixel_array(data, raw=True))
         except Exception as problem:  # each decoder has errors of its own, and all of them mean one thing
             values = _decoded_by_gdcm(data, problem)
         return values.reshape(slice_.frames, *slice_.shape).astype(slice_.stored, copy=False)

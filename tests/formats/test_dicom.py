@@ -169,13 +169,39 @@ def test_signed_values_of_twelve_bits(tmp_path: Path, kept: int) -> None:
     assert same_in_patient(read_scan(tmp_path), ct_values(), GRID)
 
 
-@pytest.mark.parametrize("encoding", [ImplicitVRLittleEndian, ExplicitVRLittleEndian])
+@pytest.mark.parametrize(
+    "encoding", [ImplicitVRLittleEndian, ExplicitVRLittleEndian, DeflatedExplicitVRLittleEndian, RLELossless]
+)
 def test_padding_beside_the_stored_bits_is_air(tmp_path: Path, encoding: str) -> None:
     hu = ct_values()
-    hu[:3] = -1024
-    write_series(tmp_path, hu, GRID, encoding=encoding, PixelPaddingValue=63536)
+    hu[:3], hu[3, 3] = -1024, 63536 % 4096 - 1024  # what is left of that padding in the stored bits is bone
+    plain = encoding if encoding == ImplicitVRLittleEndian else ExplicitVRLittleEndian
+    write_series(tmp_path, hu, GRID, encoding=plain, PixelPaddingValue=63536)
     changed_words(tmp_path, lambda words: np.where(words == 0, 63536, words))
+    if encoding != plain:
+        encoded(tmp_path, encoding)
     assert same_in_patient(read_scan(tmp_path), hu, GRID)
+
+
+@pytest.mark.parametrize("encoding", [DeflatedExplicitVRLittleEndian, RLELossless])
+def test_packed_values_in_the_upper_bits(tmp_path: Path, encoding: str) -> None:
+    write_series(tmp_path, ct_values(), GRID)
+    changed_words(tmp_path, lambda words: words << 4 | 5, HighBit=15)
+    encoded(tmp_path, encoding)
+    assert same_in_patient(read_scan(tmp_path), ct_values(), GRID)
+
+
+def encoded(folder: Path, encoding: str) -> None:
+    """Packs every picture in a folder, whatever its words hold."""
+    for file in folder.iterdir():
+        data = dcmread(file)
+        if encoding == RLELossless:
+            bits = data.BitsStored, data.HighBit
+            data.BitsStored, data.HighBit = 16, 15  # else pydicom refuses to write what lies beside the stored bits
+            data.compress(encoding, generate_instance_uid=False)
+            data.BitsStored, data.HighBit = bits
+        data.file_meta.TransferSyntaxUID = encoding
+        data.save_as(file)
 
 
 def test_pixels_that_nothing_can_decode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,6 +235,14 @@ def test_a_zip(tmp_path: Path) -> None:
     (tmp_path / "cut.zip").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ScanError, match="a damaged zip file, or none; expected a zip of DICOM files"):
         read_scan(tmp_path / "cut.zip")
+
+
+def test_a_zip_of_one_slice_is_not_sought_beside_it(tmp_path: Path) -> None:
+    write_series(tmp_path, ct_values(), GRID)
+    with zipfile.ZipFile(tmp_path / "scan.zip", "w") as archive:
+        archive.write(tmp_path / "slice003.dcm", "slice003.dcm")
+    with pytest.raises(ScanError, match=r"scan\.zip: single CT pictures, no two of which make a volume"):
+        read_scan(tmp_path / "scan.zip")
 
 
 def test_zips_without_dicom(tmp_path: Path) -> None:
@@ -562,6 +596,16 @@ def test_studies_that_are_mixed_are_taken_by_folder(tmp_path: Path) -> None:
     for series, study in (("a", "1.1"), ("b", "1.2"), ("c", "1.1")):
         write_series(tmp_path / series, ct_values()[..., :2], GRID, study_uid=study)
     assert find_scans(tmp_path) == [tmp_path / name for name in "abc"]
+
+
+def test_a_study_below_another_is_a_scan_of_its_own(tmp_path: Path) -> None:
+    write_series(tmp_path, ct_values()[..., :4], GRID, study_uid="1.1")
+    write_series(tmp_path / "more", ct_values()[..., :6], GRID, study_uid="1.1")
+    prior = write_series(tmp_path / "prior", ct_values(), GRID, study_uid="1.2")
+    assert find_scans(tmp_path) == [tmp_path, tmp_path / "more", tmp_path / "prior"]
+    assert read_scan(tmp_path).grid.shape == (*SHAPE[:2], 6)
+    assert same_in_patient(read_scan(tmp_path / "prior"), ct_values(), GRID)
+    assert same_in_patient(read_scan(tmp_path, series=prior), ct_values(), GRID)
 
 
 def test_a_disk_with_a_dicomdir(tmp_path: Path) -> None:
