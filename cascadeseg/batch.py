@@ -364,6 +364,9 @@ def write_results(job: Job, result: Segmentation, seconds: dict[str, float]) -> 
     with timed(seconds, "write"):
         if not job.keeps:
             write_labels(result.labels, job.labels, result.scan, result.model)
+            for path in job.outputs[1:]:  # they speak of the mask that was there
+                with suppress(OSError):
+                    path.unlink()
         elif not holds_labels(job.labels, result.labels, result.scan):
             remedy = "choose another place with -o, or overwrite with --force"
             raise OutputError(job.labels, "a mask that was edited, or made otherwise", "that of now", remedy)

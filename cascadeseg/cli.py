@@ -440,7 +440,14 @@ class _Table:
             )
         self.path = path
         rows = read_table(path) if options.resume and path.exists() else []
-        self.rows = {followed(Path(str(row["scan"]))): row for row in rows}
+        scans = [Path(str(row["scan"])) for row in rows]
+        self.rows = {followed(scan): row for scan, row in zip(scans, rows, strict=True)}
+        relative = [scan for scan in scans if not scan.is_absolute()]
+        if relative and not any(os.path.lexists(scan) for scan in relative):
+            complain(
+                f"{path}: none of its scans is found from here (such as {relative[0]}); where it was begun in another "
+                "folder, resume it there, or each scan is done again and gets a second row"
+            )
         self.anew = not options.resume
         self.unwritten: OutputError | None = None
 

@@ -218,7 +218,7 @@ def _told_apart(scans: Sequence[Found], wishes: Wishes, several: bool) -> list[F
 def _folder_above(scans: Sequence[Path]) -> Path | None:
     """The folder that holds them all; None where they lie on several drives, and `_refuse_clashes` refuses them."""
     try:
-        return Path(os.path.commonpath([scan.parent.absolute() for scan in scans]))
+        return Path(os.path.commonpath([Path(os.path.normpath(scan.absolute())).parent for scan in scans]))
     except ValueError:
         return None
 

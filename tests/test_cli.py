@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import errno
 import json
 import os
 import re
@@ -38,7 +39,7 @@ from cascadeseg.cascade.confidence import Signs
 from cascadeseg.cascade.density import histogram
 from cascadeseg.cascade.pipeline import LungResult, Segmentation, Segmenter
 from cascadeseg.errors import DeviceError, ModelError, OutputError
-from cascadeseg.evaluation import tables
+from cascadeseg.evaluation import preview, tables
 from cascadeseg.formats import LABEL_SUFFIXES, MASK_SUFFIXES, Scan, read, read_labels, write_scan
 from cascadeseg.geometry import Box, Grid, canonical_view
 from cascadeseg.labels import LUNGS
@@ -687,6 +688,39 @@ def test_resume_keeps_a_mask_that_is_there(
     assert not Path("p.png").exists()
 
 
+def test_no_report_is_left_of_a_mask_that_was_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scan = make_scan(tmp_path / "a.nii.gz")
+    assert run("infer", scan, "--report", "--preview") == 0
+
+    def disk_full(*_: object) -> bytes:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(preview, "preview_png", disk_full)
+        assert run("infer", scan, "--report", "--preview", "--force") == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert names(tmp_path) == ["a.nii.gz", "a_lungs.nii.gz"]
+    assert run("infer", scan, "--report", "--preview", "--resume") == 0
+    assert names(tmp_path) == ["a.nii.gz", "a_lungs.json", "a_lungs.nii.gz", "a_lungs.png"]
+
+
+def test_a_table_that_is_resumed_from_another_folder_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_scan(tmp_path / "p1" / "ct.nii.gz")
+    assert run("infer", "p1/ct.nii.gz", "--csv", "all.csv") == 0
+    assert run("infer", "p1/ct.nii.gz", "--csv", "all.csv", "--resume") == 0
+    assert "another folder" not in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path / "p1")
+    assert run("infer", "ct.nii.gz", "--csv", "../all.csv", "--resume") == 0
+    words = (
+        "../all.csv: none of its scans is found from here (such as p1/ct.nii.gz); where it was begun in another folder"
+    )
+    assert words in capsys.readouterr().err
+
+
 def test_resume_keeps_a_segmentation_that_another_program_encoded(
     refused: Refused, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -1332,6 +1366,18 @@ def test_scans_of_one_name_get_the_folders_they_lie_in(tmp_path: Path) -> None:
         assert (tmp_path / f"out{number}" / "p1" / "ct_lungs.nii.gz").exists()
         assert (tmp_path / f"out{number}" / "p2" / "ct_lungs.nii.gz").exists()
     assert (tmp_path / "out0" / "other_lungs.nii.gz").exists()
+
+
+def test_scans_of_one_name_stay_in_the_output_folder_however_their_paths_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, _ = (make_scan(tmp_path / folder / "ct.nii.gz") for folder in ("p1", "new/p2"))
+    beside = first.with_name("ct_lungs.nii.gz")
+    beside.write_text("drawn by hand", encoding="utf-8")
+    monkeypatch.chdir(tmp_path / "new")
+    assert run("infer", os.path.relpath(first), "p2/ct.nii.gz", "-o", "../masks", "--force") == 0
+    assert names(tmp_path / "masks") == ["new/p2/ct_lungs.nii.gz", "p1/ct_lungs.nii.gz"]
+    assert beside.read_text(encoding="utf-8") == "drawn by hand"
 
 
 def test_scans_of_one_name_on_several_drives_are_refused_in_one_line(

@@ -35,6 +35,16 @@ def test_a_library_that_cannot_give_back_is_left_alone(monkeypatch):
     memory.give_back_freed_memory()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the system tells no better")
+def test_the_peak_is_that_of_the_process_not_of_what_started_it():
+    child = "from cascadeseg.cascade.pipeline import peak_memory_mb as peak; print(peak())"
+    parent = (
+        f"import subprocess, sys; large = b'x' * 10**9; subprocess.run([sys.executable, '-c', {child!r}], check=True)"
+    )
+    done = run([sys.executable, "-c", parent], capture_output=True, text=True, check=True)
+    assert 50 < float(done.stdout) < 900
+
+
 @pytest.mark.parametrize("variable", [None, "MALLOC_MMAP_THRESHOLD_"])
 def test_training_keeps_what_it_freed_unless_the_environment_says_otherwise(monkeypatch, variable):
     monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
