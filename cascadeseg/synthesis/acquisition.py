@@ -137,7 +137,7 @@ def _noise_tile(seed: int, colour: float, step_mm: float) -> Tensor:
 def _add_noise(scanner: Scanner, hu: Tensor, wanted: Axes) -> None:
     step = wanted.step(0)
     tile = _noise_tile(scanner.seed, round(scanner.noise_colour, 2), round(step, 3)).to(hu.device)
-    where = [torch.round(row / wanted.step(a)).long() % NOISE_TILE for a, row in enumerate(wanted.rows())]
+    where = [wanted.numbers(a) % NOISE_TILE for a in range(3)]
     # Coarser voxels average the noise of the scanner's own.
     ratio = (scanner.pixel_mm / max(step, scanner.pixel_mm)) * math.sqrt(
         scanner.slice_mm / max(wanted.step(2), scanner.slice_mm)

@@ -74,9 +74,7 @@ def _add_rows(patient: Patient, hu: Tensor, wanted: Axes) -> None:
     generator = torch.Generator().manual_seed(patient.scanner.seed + 1)
     tile = torch.randn((256, 256), generator=generator)
     tile = (tile + torch.roll(tile, 1, 0)) * 0.7
-    rows = torch.round(wanted.y / wanted.step(1)).long() % 256
-    slices = torch.round(wanted.z / wanted.step(2)).long() % 256
-    streaks = tile[rows][:, slices].to(hu.device)
+    streaks = tile[wanted.numbers(1) % 256][:, wanted.numbers(2) % 256].to(hu.device)
     strength = _shoulders(patient, wanted, hu.device, 70) + 0.15
     hu.add_((streaks * strength[None]).unsqueeze(0), alpha=patient.scanner.streaks_hu)
 
@@ -91,7 +89,7 @@ def _add_starvation(patient: Patient, hu: Tensor, wanted: Axes) -> None:
     axes = wanted[slice(None), slice(None), here]
     generator = torch.Generator().manual_seed(patient.scanner.seed + 2)
     tile = torch.randn((256, 256), generator=generator)
-    slices = (torch.round(axes.z / axes.step(2)).long() % 256).to(hu.device)
+    slices = (axes.numbers(2) % 256).to(hu.device)
     ox, oy, _ = patient.torso.offset
     x, y = axes.x - ox, axes.y - oy
     streaks = torch.zeros(axes.shape, device=hu.device)
@@ -152,7 +150,7 @@ def _add_fans(
     away = (dx.square() + dy.square()).sqrt().clamp_(min=1.0)
     place = torch.atan2(dy, dx).add_(math.pi).mul_(SPOKES / (2 * math.pi)).clamp_(0, SPOKES - 1e-3)
     low = place.long()
-    table, k = _spokes(seed, axes.z, axes.step(2)).to(device), torch.arange(len(axes.z), device=device)
+    table, k = _spokes(seed, axes.numbers(2)).to(device), torch.arange(len(axes.z), device=device)
     fans = torch.lerp(table[k, low], table[k, low + 1], place - low)
     across = (dy * torch.cos(angle).to(device) - dx * torch.sin(angle).to(device)).div_(away).square_()
     line = torch.exp(across * -12).mul_(0.8).sub_(torch.exp(across * -110).mul_(1.6))
@@ -161,12 +159,11 @@ def _add_fans(
     streaks.add_(fans.mul_(radius * present).div_(away.add_(radius)))
 
 
-def _spokes(seed: int, z: Tensor, step_mm: float) -> Tensor:
+def _spokes(seed: int, slices: Tensor) -> Tensor:
     """(slices, SPOKES + 1) strength of the streaks by direction: few strong ones, alike in neighbouring slices."""
     generator = torch.Generator().manual_seed(seed)
     tile = torch.randn((65, SPOKES), generator=generator)
-    number = torch.round(z / step_mm).long() % 64
-    table = 0.8 * tile[64] + 0.6 * tile[number]
+    table = 0.8 * tile[64] + 0.6 * tile[slices % 64]
     table = (torch.roll(table, 1, 1) + 2 * table + torch.roll(table, -1, 1)) / 4
     table = table * table.abs()
     return torch.cat([table, table[:, :1]], dim=1)

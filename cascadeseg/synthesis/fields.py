@@ -54,6 +54,13 @@ class Axes:
     def step(self, a: int) -> float:
         return self.steps[a]
 
+    def numbers(self, a: int) -> Tensor:
+        """Of the voxels along an axis, counted from world 0 on: each its own, and one more than the last.
+
+        Centres lie at multiples of the step, or halfway between them, where rounding would make pairs of voxels.
+        """
+        return torch.floor(self.rows()[a] / self.steps[a] + 1e-3).long()
+
     def points(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """World coordinates that broadcast to the lattice: (X, 1, 1), (1, Y, 1), (1, 1, Z), float32."""
         x, y, z = (row.to(device, torch.float32) for row in self.rows())

@@ -56,6 +56,20 @@ def test_with_every_artefact_a_box_still_equals_the_box_cut_from_the_whole() -> 
         assert (part.hu - whole.hu[box.slices]).abs().max() <= 1
 
 
+@pytest.mark.parametrize("shift", [0.0, 0.5, -0.5])
+def test_neighbouring_voxels_have_noise_of_their_own_wherever_the_grid_begins(shift: float) -> None:
+    """Crops of stage 2 lie half a voxel beside whole multiples of their spacing."""
+    scanner = {"noise_hu": 30.0, "noise_colour": 1.0, "slice_mm": 1.0, "slice_step": 1.0}
+    noisy, still = (quiet(1, {**scanner, **other}) for other in ({}, {"noise_hu": 0.0}))
+    x, y, z = noisy.torso.offset
+    middle = np.round([x, y, z + 0.35 * noisy.torso.height * noisy.torso.size])
+    grid = Grid.axis_aligned([24, 24, 24], (1.0, 1.0, 1.0), middle + shift)
+    noise = render(noisy, grid).hu - render(still, grid).hu
+    for axis in range(3):
+        steps = noise.diff(dim=axis).abs().mean(dim=[a for a in range(3) if a != axis])
+        assert steps.min() > 0.5 * steps.max(), f"axis {axis}"
+
+
 def test_metal_streaks_its_own_slices_and_no_label() -> None:
     rods = ("spinal_rods",)
     clean, streaked = pair(quiet(devices=rods), quiet(scanner={"metal_hu": 900.0}, devices=rods))
