@@ -125,7 +125,8 @@ def opinion_of(mine: Array, other: Array, coarse: Image, box: Image, known: dict
 def refined(scan: Image, opinion: Image | None, box: Image, refiner: Network, *, mirrored: bool) -> Image:
     """Stage 2's logits in a lung's box. It knows right lungs alone: a left one is shown to it in a mirror."""
     axes = [mirrored, False, False]
-    images = {"hu": on_grid(scan, box, refiner.known["outside_hu"])} | ({} if opinion is None else {"opinion": opinion})
+    images = {"hu": on_grid(scan, box, refiner.known["outside_hu"], goes_on=True)}
+    images |= {} if opinion is None else {"opinion": opinion}
     seen = {name: SimpleITK.Flip(image, axes) for name, image in images.items()}
     (logits,) = refiner(**seen)
     return image_of(logits[::-1] if mirrored else logits, box)

@@ -44,6 +44,9 @@ class Refined:
 def lung_image(scan: Scan, coarse: Coarse | None, label: Label, grid: Grid, view: View, device: torch.device) -> Tensor:
     """What stage 2 sees of one lung, in training and in inference alike: left lungs mirrored.
 
+    A crop can reach a few voxels beyond the scan, whose outermost voxels go on there: air would look like the lung's
+    end.
+
     Args:
         scan: in canonical orientation.
         coarse: stage 1's opinion; needed where ``view.prior``.
@@ -68,7 +71,7 @@ def lung_layers(
 
     def make(z: slice) -> Tensor:
         part = grid.cropped(Box((0, 0, z.start), (nx, ny, z.stop)))
-        channels = windows_of(resample_scan(scan, part, view, device)[None], view)
+        channels = windows_of(resample_scan(scan, part, view, device, goes_on=True)[None], view)
         if opinion:
             channels = torch.cat([channels, opinion(part)[None]])
         return mirrored(channels, label)

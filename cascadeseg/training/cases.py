@@ -22,7 +22,7 @@ from cascadeseg.cascade.refine import lung_image, mirrored
 from cascadeseg.cascade.resample import resample_scan, resample_volume
 from cascadeseg.cascade.windowed import restored
 from cascadeseg.formats.scan import Scan
-from cascadeseg.geometry import Grid, canonical_view, counted
+from cascadeseg.geometry import Box, Grid, canonical_view, counted
 from cascadeseg.labels import BACKGROUND, BESIDE, IGNORE, LUNGS, Label
 from cascadeseg.network.engine import Engine
 from cascadeseg.network.model import View
@@ -107,7 +107,7 @@ def _synthetic_labels(phantom: Phantom, wanted: LabelNames) -> LabelMap:
     tissues = phantom.tissues.cpu().numpy()
     x = phantom.grid.world([(i, 0, 0) for i in range(phantom.grid.shape[0])])[:, 0]
     halves = {"right": (x > 0)[:, None, None], "left": (x <= 0)[:, None, None]}
-    labels = lungs.copy() if wanted == LabelNames(beside=wanted.beside) else np.zeros(tissues.shape, np.uint8)
+    labels = np.zeros(tissues.shape, np.uint8) if wanted.right or wanted.left else lungs.copy()
     for value, names in wanted.by_value().items():
         for name in names:
             tissue, _, half = name.rpartition("_")
@@ -167,7 +167,7 @@ def prepare(patient: Patient, config: TrainingConfig, locator: Engine | None) ->
     cases = []
     for lung in crop_lungs(coarse, MARGIN_MM + config.data.box_jitter_mm):
         grid = lung.extent(config.view.spacing_mm, config.unet.stride)
-        crop, its_labels = patient.crop(grid)
+        crop, its_labels = patient.crop(grid.cropped(_part_inside(scan.grid, grid)))
         name = f"{patient.key}_{lung.label.side}"
         cases.append(stage2_case(name, crop, its_labels, coarse, lung, grid, config))
     return cases
@@ -189,11 +189,18 @@ def stage2_case(
     grid: Grid,
     config: TrainingConfig,
 ) -> Prepared:
-    """One lung's crop as the refiner sees it."""
+    """One lung's crop as the refiner sees it; beyond the scan nothing is asked."""
     one_window = replace(config.view, tissue_high_hu=config.view.tissue_low_hu)
     image = lung_image(scan, coarse, lung.label, grid, one_window, CPU)
-    sided = mirrored(labels_on(labels, scan.grid, grid), lung.label)
-    return Prepared(name, image.cpu(), _of_one_lung(sided, lung.label))
+    asked = torch.full(grid.shape, IGNORE, dtype=torch.uint8)
+    inside = _part_inside(scan.grid, grid).slices
+    asked[inside] = labels_on(labels, scan.grid, grid)[inside]
+    return Prepared(name, image.cpu(), _of_one_lung(mirrored(asked, lung.label), lung.label))
+
+
+def _part_inside(scan: Grid, crop: Grid) -> Box:
+    """The part of a crop that lies inside a scan."""
+    return scan.covering(Box.whole(scan.shape), crop).clipped(crop.shape)
 
 
 def _of_one_lung(labels: Tensor, lung: Label) -> Tensor:

@@ -113,6 +113,16 @@ def test_contrast_takes_the_haze_from_an_opinion_and_leaves_what_is_sure():
     }  # fmt: skip
 
 
+def test_a_crop_that_reaches_beyond_the_scan_sees_its_outermost_voxels_there():
+    grid = chest_grid((4.0, 4.0, 4.0))
+    nx, ny, nz = grid.shape
+    half, wider = (grid.cropped(Box((0, 0, 0), (nx, ny, nz // 2 + beyond))) for beyond in (0, 3))
+    image = lung_image(chest(half), None, RIGHT_LUNG, wider, View(4.0), CPU)
+    outermost = image[..., -4:-3]
+    assert outermost.max() > 1 > 0.5 > outermost.min() > 0, "it cuts the body, and the lungs in it"
+    assert torch.equal(image[..., -3:], outermost.expand(*image.shape[:3], 3))
+
+
 @pytest.mark.parametrize("spacing", [0.0, 24.0])
 def test_an_image_made_slab_by_slab_equals_the_whole(spacing):
     scan = chest(chest_grid((2.0, 2.0, 2.0)))

@@ -12,6 +12,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from threading import Event, Timer
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +29,7 @@ from cascadeseg.cli import main
 from cascadeseg.errors import ConfigError, OutputError
 from cascadeseg.formats import read_labels, read_scan, write_labels, write_scan
 from cascadeseg.formats.scan import Scan
-from cascadeseg.geometry import Grid
+from cascadeseg.geometry import Box, Grid
 from cascadeseg.labels import BESIDE, IGNORE, LEFT_LUNG, LUNGS, RIGHT_LUNG
 from cascadeseg.network import View, load_model, save_model
 from cascadeseg.training import cache as caching
@@ -43,7 +44,7 @@ from cascadeseg.training.loop import train
 from cascadeseg.training.prefetch import Prefetch, Stop, Stopped
 from cascadeseg.training.preflight import inspect
 from cascadeseg.training.state import Relief
-from tests.cascade.chest import Thresholder, chest_grid, dice, thresholding_segmenter, truth
+from tests.cascade.chest import Thresholder, chest, chest_grid, dice, thresholding_segmenter, truth
 from tests.training.toy import OURS, stage1, stage2, with_data, write_case, write_dataset_json
 
 CASES = ["toy_0", "toy_1", "toy_2"]
@@ -834,6 +835,42 @@ def test_synthetic_patients_can_teach_other_organs():
     bad = with_data(stage1("synthetic"), labels=LabelNames(right=("lever",)))
     with pytest.raises(ConfigError, match="lever; expected tissues"):
         patients_of(bad, Path("none"))
+
+
+@pytest.mark.parametrize("asked", [LabelNames(ignore=("heart",)), LabelNames(background=("liver",))])
+def test_what_is_not_asked_of_synthetic_patients_leaves_their_lungs(asked):
+    lungs, labels = (SyntheticPatient(3, "healthy", names).whole(12.0)[1] for names in (LabelNames(), asked))
+    assert np.array_equal(np.where(labels == IGNORE, 0, labels), lungs)
+    assert (IGNORE in labels) == bool(asked.ignore)
+
+
+def test_beyond_the_end_of_a_scan_a_crop_shows_its_outermost_voxels_and_nothing_is_asked():
+    """Of files and of synthetic patients, who could show more of themselves there than inference ever sees."""
+    config = with_data(stage2("synthetic", Path("none")), box_jitter_mm=0.0)
+    grid = chest_grid((4.0, 4.0, 4.0))
+    nx, ny, nz = grid.shape
+    seen = 0
+    for height in range(nz // 2, nz // 2 + 4):
+        scanned = grid.cropped(Box((0, 0, 0), (nx, ny, height)))
+
+        class Rendered:
+            key, fold = "toy_000001", 0
+
+            def whole(self, spacing_mm: float, scanned: Grid = scanned) -> Any:
+                return chest(scanned), truth(scanned)
+
+            def crop(self, grid: Grid) -> Any:
+                return chest(grid), truth(grid)
+
+        for case in prepare(Rendered(), config, None):
+            beyond = int((case.labels == IGNORE).all(dim=0).all(dim=0).sum())
+            assert (case.labels[..., : case.labels.shape[2] - beyond] != IGNORE).all()
+            if beyond:
+                shown, last = case.image[0, ..., -beyond:], case.image[0, ..., -beyond - 1 : -beyond]
+                assert torch.allclose(shown, last.expand_as(shown), atol=1e-3)
+                assert (case.labels[..., -beyond - 1] == 1).any(), "it ends in the lung"
+                seen += beyond
+    assert seen
 
 
 def test_synthetic_patients_teach_what_is_beside_the_lungs():
