@@ -251,8 +251,8 @@ def unfinished(stage: int, run: Path, config: TrainingConfig) -> int:
 def combined(options: argparse.Namespace) -> Path:
     """The model folder of both finished stages."""
     models = [(one.stage, load_model(one.run / "model")) for one in trainings(options)]
-    notes = {"training_data": "synthetic chest CT only", "recipe": options.preset, "seed": options.seed}
-    notes |= {key: value for _, model in models for key, value in model.notes.items()}
+    notes = {key: value for _, model in models for key, value in model.notes.items()}
+    notes |= {"training_data": "synthetic chest CT only", "recipe": options.preset, "seed": options.seed}
     for stage in (1, 2):
         notes[f"stage{stage}_steps"] = sum(
             int(model.notes[f"stage{stage}_steps"]) for of, model in models if of == stage

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import time
 from dataclasses import dataclass, replace
@@ -136,6 +137,7 @@ def _steps_in(config: TrainingConfig, options: argparse.Namespace) -> int:
     if not record.exists():
         short = replace(config.optimisation, steps=2 * PACE_STEPS)
         trial = replace(config, optimisation=short, data=replace(config.data, cases=config.data.initial))
+        shutil.rmtree(options.out / "pace", ignore_errors=True)  # half of a pace is none
         began = time.time()
         train(trial, options.out / "pace", device=options.device, quiet=True, stop_after=PACE_STEPS)
         prepared = time.time() - began

@@ -33,12 +33,14 @@ class Log:
     """Means of the steps since the last line; of a process that is not the first, nothing is written or shown."""
 
     def __init__(
-        self, output: Path, step: int, steps: int, *, title: str, first: bool, quiet: bool, board: bool
+        self, output: Path, step: int, steps: int, *, validated: int, title: str, first: bool, quiet: bool, board: bool
     ) -> None:
-        """Opens the log of a run that goes on after ``step``; lines of later steps are dropped."""
+        """Opens the log of a run that goes on after ``step``; lines of later steps are dropped, and validations that
+        come again, of steps later than ``validated``.
+        """
         self._path = output / "metrics.jsonl" if first else None
         if first:
-            _forget_after(output / "metrics.jsonl", step)
+            _forget_after(output / "metrics.jsonl", step, validated)
         self._silent = quiet or not first
         hidden = True if self._silent else None  # None: shown on a terminal
         self._bar = tqdm(total=steps, initial=step, unit="step", desc=title, disable=hidden, dynamic_ncols=True)
@@ -128,12 +130,13 @@ _SHOWN = {
 """What of a step is shown, as what and how."""
 
 
-def _forget_after(path: Path, step: int) -> None:
+def _forget_after(path: Path, step: int, validated: int) -> None:
     """What a killed run wrote after its last checkpoint will be written again; half a line is no line."""
     kept = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
         try:
-            if json.loads(line)["step"] <= step:
+            values = json.loads(line)
+            if values["step"] <= (validated if "validation_dice" in values else step):
                 kept.append(line)
         except ValueError:
             continue

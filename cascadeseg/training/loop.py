@@ -284,7 +284,14 @@ def _log(run: Run, quiet: bool) -> Log:
     numbers = run.config.optimisation
     title = f"stage {run.config.stage}"
     log = Log(
-        run.output, run.state.step, numbers.steps, title=title, first=run.first, quiet=quiet, board=numbers.tensorboard
+        run.output,
+        run.state.step,
+        numbers.steps,
+        validated=run.state.validated,
+        title=title,
+        first=run.first,
+        quiet=quiet,
+        board=numbers.tensorboard,
     )
     if run.state.step < numbers.steps:
         patients = f"{len(run.data.training)} patients to train on, {len(run.data.validation)} to validate with"

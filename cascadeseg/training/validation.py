@@ -6,7 +6,7 @@ import importlib.util
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -55,7 +55,8 @@ def model_of(config: TrainingConfig, state: State) -> Model:
     if config.stage == 1:
         return Model(stage, None, name=config.name, notes=notes)
     base = load_model(locator_folder(config, config.data.fold))
-    return replace(base, refiner=stage, name=config.name, notes={**base.notes, **notes})
+    of_stage1 = {key: value for key, value in base.notes.items() if key.startswith("stage1_")}
+    return Model(base.locator, stage, name=config.name, notes=of_stage1 | notes)
 
 
 def validate(config: TrainingConfig, state: State, data: Data, device: torch.device) -> Validated | None:

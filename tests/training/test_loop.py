@@ -67,6 +67,8 @@ def test_both_stages_train_on_a_folder_and_infer_takes_the_model(folder, tmp_pat
     scan = chest(chest_grid((4.0, 4.0, 5.0)))
     labels = Segmenter(second, device="cpu").segment(scan).labels
     assert min(dice(labels, truth(scan.grid), lung.value) for lung in LUNGS) > 0.85
+    notes = {"stage1_steps": 150, "stage1_data": str(folder), "stage2_steps": 150, "stage2_data": str(folder)}
+    assert load_model(second).notes == notes
     last = lines(tmp_path / "two")[-1]
     assert last["step"] == 150
     assert min(last["validation_dice_right"], last["validation_dice_left"]) > 0.8
@@ -468,10 +470,21 @@ def test_a_loss_that_is_not_finite_is_skipped_counted_and_told(recipe, tmp_path,
 
 
 def test_a_number_that_is_not_finite_is_null_in_the_lines_of_a_run(tmp_path):
-    log = Log(tmp_path, 0, 10, title="", first=True, quiet=True, board=False)
+    log = Log(tmp_path, 0, 10, validated=0, title="", first=True, quiet=True, board=False)
     log.note(10, {"loss": float("nan"), "dice": 0.5})
     log.close()
     assert lines(tmp_path) == [{"step": 10, "loss": None, "dice": 0.5}]
+
+
+def test_a_validation_that_comes_again_stands_once_in_the_lines_of_a_run(tmp_path):
+    """One killed between a checkpoint and the next validates again what it validated after that checkpoint."""
+    values = [(10, {"loss": 0.5}), (10, {"validation_dice": 0.8}), (20, {"loss": 0.4}), (20, {"validation_dice": 0.9})]
+    log = Log(tmp_path, 0, 30, validated=0, title="", first=True, quiet=True, board=False)
+    for number, what in [*values, (25, {"loss": 0.3})]:
+        log.note(number, what)
+    log.close()
+    Log(tmp_path, 20, 30, validated=10, title="", first=True, quiet=True, board=False).close()
+    assert lines(tmp_path) == [{"step": number, **what} for number, what in values[:-1]]
 
 
 def test_a_run_without_a_finite_loss_gives_up(recipe, tmp_path, monkeypatch):
@@ -689,7 +702,7 @@ def test_a_run_says_how_long_it_waited_and_what_to_do_about_it(recipe, tmp_path,
     assert "stage 1 on cpu (fp32): 2 patients to train on, 1 to validate with" in said
     assert "patients ready: 2 of 2" in said
     assert re.search(r"6 of 6 steps; \d+\.\d% of their time waiting for data", said)
-    starved = Log(tmp_path, 0, 1, title="", first=True, quiet=False, board=False)
+    starved = Log(tmp_path, 0, 1, validated=0, title="", first=True, quiet=False, board=False)
     starved.step(1, {"loss": 1.0}, waited_s=1000.0, patches=1)
     starved.close()
     assert "raise data.steps_per_case or data.workers" in capsys.readouterr().err
