@@ -167,7 +167,8 @@ def prepare(patient: Patient, config: TrainingConfig, locator: Engine | None) ->
     cases = []
     for lung in crop_lungs(coarse, MARGIN_MM + config.data.box_jitter_mm):
         grid = lung.extent(config.view.spacing_mm, config.unet.stride)
-        crop, its_labels = patient.crop(grid.cropped(_part_inside(scan.grid, grid)))
+        inside = scan.grid.covering(Box.whole(scan.grid.shape), grid).clipped(grid.shape)
+        crop, its_labels = patient.crop(grid.cropped(inside))
         name = f"{patient.key}_{lung.label.side}"
         cases.append(stage2_case(name, crop, its_labels, coarse, lung, grid, config))
     return cases
@@ -192,15 +193,10 @@ def stage2_case(
     """One lung's crop as the refiner sees it; beyond the scan nothing is asked."""
     one_window = replace(config.view, tissue_high_hu=config.view.tissue_low_hu)
     image = lung_image(scan, coarse, lung.label, grid, one_window, CPU)
-    asked = torch.full(grid.shape, IGNORE, dtype=torch.uint8)
-    inside = _part_inside(scan.grid, grid).slices
-    asked[inside] = labels_on(labels, scan.grid, grid)[inside]
+    asked = labels_on(labels, scan.grid, grid)
+    for axis, (row, n) in enumerate(zip(scan.grid.nearest(grid), scan.grid.shape, strict=True)):
+        asked = asked.index_fill(axis, torch.from_numpy(np.flatnonzero((row < 0) | (row >= n))), IGNORE)
     return Prepared(name, image.cpu(), _of_one_lung(mirrored(asked, lung.label), lung.label))
-
-
-def _part_inside(scan: Grid, crop: Grid) -> Box:
-    """The part of a crop that lies inside a scan."""
-    return scan.covering(Box.whole(scan.shape), crop).clipped(crop.shape)
 
 
 def _of_one_lung(labels: Tensor, lung: Label) -> Tensor:

@@ -20,7 +20,7 @@ import SimpleITK
 import torch
 import torch.nn.functional as F
 
-from cascadeseg.cascade.crop import crop_lungs
+from cascadeseg.cascade.crop import LungBox, crop_lungs
 from cascadeseg.cascade.locate import Coarse, coarse_grid
 from cascadeseg.cascade.refine import lung_image, mirrored
 from cascadeseg.cascade.resample import resample_scan
@@ -871,6 +871,19 @@ def test_beyond_the_end_of_a_scan_a_crop_shows_its_outermost_voxels_and_nothing_
                 assert (case.labels[..., -beyond - 1] == 1).any(), "it ends in the lung"
                 seen += beyond
     assert seen
+
+
+def test_a_voxel_with_its_centre_beyond_a_scan_of_files_is_not_asked_for_as_background():
+    """Their ends lie anywhere between the centres of a crop's voxels."""
+    config = stage2("none", Path("none"))
+    crop = Grid.axis_aligned((32, 32, 32), (config.view.spacing_mm,) * 3, (0.0, 0.0, 0.0))
+    for end_mm in np.linspace(0, config.view.spacing_mm, 5):
+        grid = Grid.axis_aligned((20, 20, 10), (9.0, 9.0, 9.0), (-20.0, -20.0, end_mm + 4.5))
+        labels = np.full(grid.shape, RIGHT_LUNG.value, np.uint8)
+        lung = LungBox(RIGHT_LUNG, Box.whole(crop.shape), crop)
+        coarse = Coarse(torch.ones(2, *crop.shape), crop)
+        case = stage2_case("name", Scan(np.full(grid.shape, -850, np.int16), grid), labels, coarse, lung, crop, config)
+        assert set(case.labels.unique().tolist()) == {1, IGNORE}
 
 
 def test_synthetic_patients_teach_what_is_beside_the_lungs():
