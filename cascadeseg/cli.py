@@ -426,6 +426,8 @@ def _rows(
 class _Table:
     """The table of ``--csv``, whole on disk after every scan; with ``--resume`` the one that is there goes on.
 
+    Several runs at a time may write one: each keeps its own rows and takes over those that the others have written.
+
     Attributes:
         unwritten: why what is on disk lacks rows; None where it does not. Another program may hold it for a while.
     """
@@ -449,6 +451,8 @@ class _Table:
                 "folder, resume it there, or each scan is done again and gets a second row"
             )
         self.anew = not options.resume
+        self.own: set[Path] = set()
+        self.written = self._state()
         self.unwritten: OutputError | None = None
 
     def scans_done(self) -> frozenset[Path]:
@@ -471,13 +475,18 @@ class _Table:
                 raise OutputError(self.path, f"cannot be replaced ({problem.strerror})") from problem
         for scan in scans:
             self.rows.setdefault(followed(scan), {})
+        self.written = self._state()
 
     def add(self, row: Row) -> None:
         from cascadeseg.atomic import replace_text
         from cascadeseg.evaluation.report import table_csv
         from cascadeseg.outputs import followed
 
-        self.rows[followed(Path(str(row["scan"])))] = row
+        scan = followed(Path(str(row["scan"])))
+        self.own.add(scan)
+        self.rows[scan] = row
+        if self._state() != self.written:
+            self._take_over()
         try:
             replace_text(self.path, table_csv([row for row in self.rows.values() if row]))
         except OutputError as error:
@@ -487,6 +496,25 @@ class _Table:
             self.unwritten = OutputError(error.where, error.found, error.expected, remedy)
         else:
             self.unwritten = None
+            self.written = self._state()
+
+    def _state(self) -> tuple[int, int, int] | None:
+        """What tells the table on disk from one that another run put in its place; None where there is none."""
+        try:
+            status = self.path.stat()
+        except OSError:
+            return None
+        return status.st_ino, status.st_size, status.st_mtime_ns
+
+    def _take_over(self) -> None:
+        """Rows of scans of a run at the same time, which writes the same table and has its own."""
+        from cascadeseg.evaluation.report import read_table
+        from cascadeseg.outputs import followed
+
+        with suppress(OutputError):  # gone, or no table of ours any more
+            for row in read_table(self.path):
+                if (scan := followed(Path(str(row["scan"])))) not in self.own:
+                    self.rows[scan] = row
 
 
 def _batch_result(failed: int, total: int, several: bool) -> int:
@@ -556,12 +584,12 @@ def _finite_ends(values: Any) -> list[float]:
 def _run_evaluate(options: argparse.Namespace) -> int:
     from cascadeseg.atomic import replace_text
     from cascadeseg.evaluation import tables
-    from cascadeseg.evaluation.cases import pair
+    from cascadeseg.evaluation.cases import pair, why_no_reference
 
     _check_tables(options)
     pairs, unpaired, others = pair(Path(options.prediction), Path(options.reference))
     for path in others:
-        complain(f"{path}: not scored: no reference of this name in {options.reference}")
+        complain(f"{path}: not scored: {why_no_reference(path, Path(options.reference))}")
     cases, unscored = _scored(pairs, unpaired, options.prediction)
     if cases:
         say(tables.as_text(cases, unscored).rstrip())

@@ -955,6 +955,24 @@ def test_the_table_has_the_order_of_the_scans(tmp_path: Path, monkeypatch: pytes
     assert [Path(row["scan"]).name for row in table(tmp_path / "all.csv")] == names
 
 
+def test_runs_at_the_same_time_share_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one_by_one = batch.segment_all
+    one, other, before = (make_scan(tmp_path / f"{name}.nii.gz") for name in ("one", "other", "before"))
+    later = tmp_path / "later.nii.gz"
+    assert run("infer", before, later, "--csv", "all.csv") == 3
+
+    def slowly(jobs: Any, options: argparse.Namespace) -> Iterator[Any]:
+        for row in one_by_one(jobs, options):
+            monkeypatch.setattr(batch, "segment_all", one_by_one)
+            assert run("infer", other, make_scan(later), "--csv", "all.csv", "--resume") == 0
+            yield row
+
+    monkeypatch.setattr(batch, "segment_all", slowly)
+    assert run("infer", one, "--csv", "all.csv", "--resume") == 0
+    rows = {Path(row["scan"]): row["verdict"] for row in table(tmp_path / "all.csv")}
+    assert rows == dict.fromkeys([before, later, one, other], "ok")
+
+
 def test_the_table_goes_on_with_its_batch(tmp_path: Path, refused: Refused, capsys: pytest.CaptureFixture[str]) -> None:
     scans = [make_scan(tmp_path / f"{name}.nii.gz") for name in ("a", "z")]
     assert run("infer", scans[0], tmp_path / "later.nii.gz", "--csv", "all.csv") == 3
@@ -1585,6 +1603,12 @@ def test_evaluate_two_folders_by_name(tmp_path: Path, capsys: pytest.CaptureFixt
         (tmp_path / "ref" / f"{name}.nii.gz").unlink()
     assert run("evaluate", tmp_path / "out", tmp_path / "ref") == 0
     assert "p2_0000_lungs.nii.gz: not scored: no reference of this name in" in capsys.readouterr().err
+    for name in ("p2.nii.gz", "p1_mask.nii.gz"):
+        shutil.copy(tmp_path / "ref" / "p1.nii.gz", tmp_path / "ref" / name)
+    (tmp_path / "ref" / "p1.nii.gz").unlink()
+    assert run("evaluate", tmp_path / "out", tmp_path / "ref") == 0
+    told = "where p2.nii.gz counts as a scan, as p1_mask.nii.gz is called a mask\n"
+    assert capsys.readouterr().err.endswith(told)
 
 
 def test_evaluate_pairs_names_that_end_as_channels_do_and_endings_in_capitals(
@@ -1620,10 +1644,10 @@ def test_evaluate_takes_slicer_segmentations_of_our_labels(
         out, err = capsys.readouterr()
         assert (err, [line.split()[0] for line in out.splitlines() if "right" in line]) == ("", ["a"])
     meaning = "expected 0 background, 1 right lung, 2 left lung"
-    for name, told in ((b"Lung, left", "Lung, left"), (b"both lungs, right and left", "both lungs, right and left")):
-        reference.write_bytes(mask.read_bytes().replace(b"_Name:=right lung", b"_Name:=" + name))
-        refused(["evaluate", mask, reference], f"ref/a.seg.nrrd: label 1 is its segment '{told}'; {meaning}")
-        refused(["evaluate", reference, mask], f"ref/a.seg.nrrd: label 1 is its segment '{told}'; {meaning}")
+    for name in ("Lung, left", "both lungs, right and left", "left_lung", "LungLeft"):
+        reference.write_bytes(mask.read_bytes().replace(b"_Name:=right lung", f"_Name:={name}".encode()))
+        refused(["evaluate", mask, reference], f"ref/a.seg.nrrd: label 1 is its segment '{name}'; {meaning}")
+        refused(["evaluate", reference, mask], f"ref/a.seg.nrrd: label 1 is its segment '{name}'; {meaning}")
     reference.write_bytes(mask.read_bytes().replace(b"_Name:=right lung", b"_Name:=Segment_1"))
     assert run("evaluate", mask, reference) == 0
 

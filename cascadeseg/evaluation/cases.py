@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -128,7 +127,7 @@ def _refuse_other_sides(path: Path) -> None:
     names = segment_names(path) if suffix_of(path) == SLICER_SUFFIX else {}
     for lung, other in zip(LUNGS, reversed(LUNGS), strict=True):
         name = names.get(lung.value, "")
-        if re.search(rf"\b{other.side}\b", name, re.IGNORECASE):
+        if other.side in name.lower():  # "left_lung", "LeftLung"
             raise ScanError(path, f"label {lung.value} is its segment '{name}'", MEANING)
 
 
@@ -140,9 +139,18 @@ def case_name(path: Path) -> str:
     return name
 
 
+def why_no_reference(prediction: Path, references: Path) -> str:
+    """Why a mask of one folder is not scored, in words: there is no reference, or it is taken for a scan."""
+    found = f"no reference of this name in {references}"
+    files, name = _may_be_masks(references), _scan_name(case_name(prediction))
+    masks = [path for path in files if is_mask_name(path)]
+    scans = [path for path in files if masks and path not in masks and _scan_name(case_name(path)) == name]
+    return f"{found}, where {scans[0].name} counts as a scan, as {masks[0].name} is called a mask" if scans else found
+
+
 def _named(folder: Path, *, predicted: bool) -> dict[str, Path]:
     """The masks of a folder by the name of their case; of two that differ in format alone no DICOM segmentation."""
-    files = [path for path in sorted(folder.iterdir()) if not path.name.startswith(".") and _may_be_mask(path)]
+    files = _may_be_masks(folder)
     masks = [path for path in files if is_mask_name(path)] or files
     if not masks:
         raise ScanError(folder, "no mask in this folder", f"files that end in {' '.join(LABEL_SUFFIXES)}")
@@ -157,6 +165,10 @@ def _named(folder: Path, *, predicted: bool) -> dict[str, Path]:
             raise ScanError(path, f"the same case as {other.name} by its name", "one mask for each case")
     cases = dict.fromkeys(name for name, _ in by_role)
     return {name: by_role.get((name, predicted)) or by_role[name, not predicted] for name in cases}
+
+
+def _may_be_masks(folder: Path) -> list[Path]:
+    return [path for path in sorted(folder.iterdir()) if not path.name.startswith(".") and _may_be_mask(path)]
 
 
 def _may_be_mask(path: Path) -> bool:
