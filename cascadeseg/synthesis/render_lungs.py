@@ -104,11 +104,12 @@ def paint_lungs(scene: Scene, shapes: Shapes) -> Tensor:
         pathology.paint_cavity(scene, lung)
         if scene.patient.findings.missing[side]:
             continue
+        whole = scene.filled(lung.distance.clone())
         _cut_out(scene, lung, excluded)
         weight = scene.filled(lung.distance.clone())
         _paint_parenchyma(scene, lung, weight)
         _paint_fissures(scene, lung, weight)
-        _paint_trees(scene, lung, weight)
+        _paint_trees(scene, lung, whole)
         pathology.paint_lesions(scene, lung, weight)
         label = 1 if (side == 0) != scene.patient.mirror else 2
         labels[lung.part].masked_fill_(lung.distance < PLEURA_MM, label)
@@ -224,11 +225,15 @@ def _gravity(scene: Scene) -> Tensor:
     return depth + 0.5 * depth.clamp(min=0)
 
 
-def _paint_trees(scene: Scene, lung: Lung, weight: Tensor) -> None:
+def _paint_trees(scene: Scene, lung: Lung, whole: Tensor) -> None:
+    """Vessels and bronchi of a lung, those in its hilum, which are cut out of it, as well: they do not end there.
+
+    ``whole`` is which part of each voxel the lung fills before its hilum is cut out; it is used up.
+    """
     hu = scene.patient.hounsfield
     branches = _branches(scene.patient, lung.side)
     axes = scene.axes[lung.part]
-    inside = (weight * 4).clamp_(max=1)
+    inside = whole.mul_(4).clamp_(max=1)
     blood = 0.5 * (hu.pulmonary_blood + 42)
     layers = (
         (branches.vessels, blood, Tissue.LUNG_VESSEL),

@@ -227,6 +227,18 @@ def test_wide_vessels_of_the_hilum_are_no_lung_and_narrow_ones_are() -> None:
         assert int((every.labels == label).sum()) < 1.03 * int((none.labels == label).sum())
 
 
+def test_trees_go_on_where_the_hilum_is_cut_out_of_the_lung() -> None:
+    patient = quiet()
+    chests = [replace(patient.chest, hilum=1.6, hilar_vessel=least, hilar_cuff=0.0) for least in (1.5, 20.0)]
+    cut, whole = (render(replace(patient, chest=chest), chest_of(patient, spacing=2.0)) for chest in chests)
+    lost = (whole.labels > 0) & (cut.labels == 0)
+    for tissue, low, high in ((Tissue.LUNG_VESSEL, 0, 500), (Tissue.BRONCHUS, -1100, -800)):
+        inner = lost & (whole.tissues == int(tissue)) & (whole.hu > low) & (whole.hu < high)
+        assert int(inner.sum()) * 8 > 500
+        assert bool((cut.tissues[inner] == int(tissue)).all())
+        assert float((cut.hu[inner] - whole.hu[inner]).float().abs().median()) < 60
+
+
 def test_a_stomach_in_the_chest_is_gas_that_is_no_lung() -> None:
     patient = quiet(pull_up=20.0)
     patient = replace(patient, abdomen=replace(patient.abdomen, stomach_gas=0.9))
