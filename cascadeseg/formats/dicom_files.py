@@ -354,11 +354,17 @@ def _place(header: Any, frame: int) -> _Place:
     intercept = _floats(header, frame, "PixelValueTransformationSequence", "RescaleIntercept")
     return _Place(
         position,
-        orientation,
+        (*_unit(orientation[:3]), *_unit(orientation[3:])),
         (rows_mm, columns_mm),
         slope=(slope[0] if slope else 0.0) or 1.0,
         intercept=intercept[0] if intercept else 0.0,
     )
+
+
+def _unit(vector: tuple[float, ...]) -> tuple[float, ...]:
+    """The vector's direction: cosines that a header rounds, or gets a little wrong, are not to scale the voxels."""
+    length = float(np.linalg.norm(vector))
+    return tuple(value / length for value in vector)
 
 
 def _lengths(header: Any, frame: int, group: str, keyword: str, count: int) -> tuple[float, ...]:

@@ -259,3 +259,9 @@ def test_a_picture_without_a_true_place_costs_itself_alone(tmp_path: Path, tags:
     assert same_in_patient(scan, ct_values(), GRID)
     first = f"{tmp_path / 'odd.dcm'}: {said}"
     assert scan.warnings == (f"left out, though perhaps of the series: 1 CT without a place ({first})",)
+
+
+@pytest.mark.parametrize("cosines", [[1.08, 0, 0, 0, 1, 0], [0.97, 0, 0, 0, 0.97, 0]])
+def test_direction_cosines_of_another_length_scale_no_voxel(tmp_path: Path, cosines: list[float]) -> None:
+    write_series(tmp_path, ct_values(), GRID, ImageOrientationPatient=cosines)
+    assert same_in_patient(read_scan(tmp_path), ct_values(), GRID)
