@@ -38,6 +38,7 @@ from cascadeseg.formats.dicom_files import (
 )
 from cascadeseg.formats.dicom_pixels import values_reader
 from cascadeseg.formats.dicom_stack import Layer, Stack, stacks_of
+from cascadeseg.formats.doctor import SIGNED_AGAIN, is_sign_lost
 from cascadeseg.formats.find import DICOM_DIRECTORY
 from cascadeseg.formats.memory import refuse_oversized
 from cascadeseg.formats.names import DICOM_SUFFIXES, is_not_dicom, suffix_of
@@ -85,7 +86,8 @@ def read_dicom(path: Path, series: str | None = None, before: Before = nothing) 
         stack, others = _chosen(stacks_of(slices), series, path)
         outline = _outline(stack, path, (*odd, *_lost(files, stack), *others, *stack.warnings))
         before(outline)
-        return replace(outline, voxels=_volume(stack, outline))
+        voxels, repaired = _volume(stack, outline)
+        return replace(outline, voxels=voxels).warned(*repaired)
 
 
 def series_of_slices(files: Sequence[Path]) -> dict[Path, str]:
@@ -236,18 +238,22 @@ def _outline(stack: Stack, path: Path, odd: tuple[str, ...]) -> Scan:
     return Scan(hollow(stack.shape, dtype), grid, slope, intercept, str(path), native, (*odd, *repaired))
 
 
-def _volume(stack: Stack, outline: Scan) -> npt.NDArray[Any]:
-    """(X, Y, Z) values of a stack, as its outline says."""
+def _volume(stack: Stack, outline: Scan) -> tuple[npt.NDArray[Any], list[str]]:
+    """(X, Y, Z) values of a stack, as its outline says, and a warning if some of them were repaired."""
     dtype = outline.voxels.dtype
     as_hu = len({slice_.rescale for slice_ in stack.slices}) > 1
     volume = np.empty((len(stack.layers), *stack.canvas), dtype)
     stored_values = values_reader()
     air = _into((PADDING_HU - outline.intercept) / outline.slope, dtype)
+    signed = set()
 
     def placed(index: int) -> npt.NDArray[Any]:
         slice_ = stack.slices[index]
         values = stored_values(slice_)
         if as_hu:
+            if is_sign_lost(values, slice_.slope, slice_.intercept):  # in HU nobody could tell any more
+                values = values.view(np.int16)
+                signed.add(index)
             values = values.astype(np.float32) * np.float32(slice_.slope) + np.float32(slice_.intercept)
         if stack.is_tilted:
             values = _shifted(values, stack.shifts[index] - stack.shifts.min(axis=0), stack.canvas, float(air))
@@ -259,7 +265,7 @@ def _volume(stack: Stack, outline: Scan) -> npt.NDArray[Any]:
 
     with ThreadPoolExecutor(READERS) as pool:
         list(pool.map(fill, enumerate(stack.layers)))
-    return volume.transpose(2, 1, 0)
+    return volume.transpose(2, 1, 0), [SIGNED_AGAIN] if signed else []
 
 
 def _layer_values(layer: Layer, placed: Callable[[int], npt.NDArray[Any]], dtype: np.dtype[Any]) -> npt.NDArray[Any]:

@@ -14,6 +14,7 @@ for lungs: a leg, a head, an abdomen or a crop of lung passes.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +50,7 @@ CANNOT_BE_HU = 100_000.0
 """No CT has as much in a single voxel, whatever its scanner makes of metal."""
 LOST_SIGN = 2**16 - 5000
 """From here on 16 bits may be a negative value whose sign was lost."""
+SIGNED_AGAIN = "negative values were stored as unsigned ones; they are read as signed"
 UNSURE = "the mask may be wrong"
 
 Values = npt.NDArray[np.float32]
@@ -222,21 +224,30 @@ def _per_cent(count: int, total: int) -> str:
 
 
 def _signed(scan: Scan) -> Scan:
-    """Undoes a signed type that was lost, -1000 stored as 64536; where a slope makes HU of such values none was."""
-    if scan.voxels.dtype != np.uint16 or abs(scan.slope * LOST_SIGN + scan.intercept) < MOST_HU:
+    """Undoes a signed type that was lost."""
+    if not is_sign_lost(_on_lattice(scan), scan.slope, scan.intercept):
         return scan
-    if _share(_lattice(scan, stored=True), LOST_SIGN, np.inf) < 0.005:
-        return scan
-    said = "negative values were stored as unsigned ones; they are read as signed"
-    return replace(scan, voxels=scan.voxels.view(np.int16)).warned(said)
+    return replace(scan, voxels=scan.voxels.view(np.int16)).warned(SIGNED_AGAIN)
 
 
-def _lattice(scan: Scan, *, stored: bool = False) -> Values:
-    """(n,) finite HU (or stored values) of a coarse lattice of voxels."""
-    steps = [max(1, n // LATTICE) for n in scan.voxels.shape]
-    values = scan.voxels[:: steps[0], :: steps[1], :: steps[2]].astype(np.float32).ravel()
+def is_sign_lost(stored: npt.NDArray[Any], slope: float, intercept: float) -> bool:
+    """Whether 16 bits are signed, -1000 stored as 64536; where a slope makes HU of such values they are not."""
+    if stored.dtype != np.uint16 or abs(slope * LOST_SIGN + intercept) < MOST_HU:
+        return False
+    return _share(stored.astype(np.float32), LOST_SIGN, np.inf) >= 0.005
+
+
+def _lattice(scan: Scan) -> Values:
+    """(n,) finite HU of a coarse lattice of voxels."""
+    values = _on_lattice(scan).astype(np.float32)
     values = values[np.isfinite(values)]
-    return values if stored else values * np.float32(scan.slope) + np.float32(scan.intercept)
+    return values * np.float32(scan.slope) + np.float32(scan.intercept)
+
+
+def _on_lattice(scan: Scan) -> npt.NDArray[Any]:
+    """(n,) stored values of a coarse lattice of voxels."""
+    steps = [max(1, n // LATTICE) for n in scan.voxels.shape]
+    return scan.voxels[:: steps[0], :: steps[1], :: steps[2]].ravel()
 
 
 def _are_greys(values: Values) -> bool:

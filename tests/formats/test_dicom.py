@@ -442,6 +442,25 @@ def test_slices_scaled_one_by_one(tmp_path: Path) -> None:
     assert np.allclose(scan.hu(), expected, atol=0.51)
 
 
+@pytest.mark.parametrize("encoding", [ExplicitVRLittleEndian, RLELossless])
+@pytest.mark.parametrize("intercepts", [[-1024], [-1024, -1023]], ids=["one rescale", "slices scaled one by one"])
+def test_negative_padding_without_its_sign_is_air(tmp_path: Path, intercepts: list[int], encoding: str) -> None:
+    hu = ct_values()
+    hu[:3] = -1024
+    write_series(tmp_path, hu, GRID, BitsStored=16, HighBit=15, PixelPaddingValue=63536)
+    changed_words(tmp_path, lambda words: np.where(words == 0, 63536, words))
+    changed = dcmread(tmp_path / "slice005.dcm")
+    changed.RescaleIntercept = intercepts[-1]
+    changed.save_as(tmp_path / "slice005.dcm")
+    if encoding != ExplicitVRLittleEndian:
+        encoded(tmp_path, encoding)
+    scan = read_scan(tmp_path)
+    expected = np.where(hu == -1024, -2000 - 1024, hu).astype(float)
+    expected[..., 4] += intercepts[-1] + 1024
+    assert np.array_equal(scan.hu(), expected)
+    assert scan.warnings[0] == "negative values were stored as unsigned ones; they are read as signed"
+
+
 def test_no_rescale_tags(tmp_path: Path) -> None:
     write_series(tmp_path, ct_values(), GRID, signed=True, RescaleSlope=None, RescaleIntercept=None)
     assert same_in_patient(read_scan(tmp_path), ct_values(), GRID)
