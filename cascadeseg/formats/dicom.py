@@ -1,9 +1,9 @@
 """Reading a DICOM CT series: the largest stack of slices in a folder or zip, as stored, in order.
 
 Rule: slices of one series, size, pixel spacing and orientation make a stack; localisers, other modalities, colour
-pictures and slices without a position are left out; the stack with most voxels is the scan unless a series is asked
-for, and the others are named in a warning. Missing slices are interpolated, uneven ones made even, tilted ones
-shifted upright, each with a warning.
+pictures and slices without a position are left out; the stack with most voxels is the scan, one in HU before a
+spectral map, unless a series is asked for, and the others are named in a warning. Missing slices are interpolated,
+uneven ones made even, tilted ones shifted upright, each with a warning.
 
 Own code rather than dicom2niix (a program beside), dicom2nifti (refuses gantry tilt and uneven slices) or ITK's
 series reader (sorts, but neither chooses, nor sees gaps, nor reads zips); pydicom and GDCM do the decoding.
@@ -208,8 +208,9 @@ def _chosen(stacks: list[Stack], series: str | None, path: Path) -> tuple[Stack,
     if others:
         left = "; ".join(_named(other) for other in others[:NAMED_SERIES])
         left += f"; and {len(others) - NAMED_SERIES} more" if len(others) > NAMED_SERIES else ""
-        is_alone = all(np.prod(other.shape) < np.prod(stack.shape) for other in others)
-        which = "the largest" if is_alone else "one of the largest"
+        rivals = [other for other in others if other.is_hu == stack.is_hu]
+        is_alone = all(np.prod(other.shape) < np.prod(stack.shape) for other in rivals)
+        which = ("the largest" if is_alone else "one of the largest") + (" in HU" if len(rivals) < len(others) else "")
         odd.append(f"several CT series: took {which}, {_named(stack)}; left {left}; see --series")
     return stack, odd
 

@@ -49,7 +49,7 @@ _TAGS = [
     "SOPInstanceUID", "Modality", "ImageType", "StudyInstanceUID", "SeriesInstanceUID", "SeriesNumber",
     "SeriesDescription", "InstanceNumber", "AcquisitionNumber", "ImagePositionPatient", "ImageOrientationPatient",
     "PixelSpacing", "Rows", "Columns", "SamplesPerPixel", "BitsAllocated", "BitsStored", "HighBit",
-    "PixelPaddingValue", "PixelRepresentation", "RescaleSlope", "RescaleIntercept", "NumberOfFrames",
+    "PixelPaddingValue", "PixelRepresentation", "RescaleSlope", "RescaleIntercept", "RescaleType", "NumberOfFrames",
     "SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence",
 ]  # fmt: skip
 
@@ -134,6 +134,7 @@ class Slice:
         pixel_spacing_mm: (between rows, between columns).
         slope: HU = ``slope * value + intercept``.
         intercept: see ``slope``.
+        rescale_type: RescaleType in capitals, what that gives if not HU; empty if it is not told.
     """
 
     source: Source
@@ -153,6 +154,7 @@ class Slice:
     pixel_spacing_mm: tuple[float, float]
     slope: float
     intercept: float
+    rescale_type: str
 
     @property
     def rescale(self) -> tuple[np.dtype[Any], float, float]:
@@ -317,6 +319,7 @@ def _slice(source: Source, header: Any, frame: int, place: _Place, start: int | 
         pixel_spacing_mm=place.pixel_spacing_mm,
         slope=place.slope,
         intercept=place.intercept,
+        rescale_type=place.rescale_type,
     )
 
 
@@ -334,6 +337,7 @@ class _Place:
     pixel_spacing_mm: tuple[float, float]
     slope: float
     intercept: float
+    rescale_type: str
 
 
 def _place(header: Any, frame: int) -> _Place:
@@ -358,6 +362,7 @@ def _place(header: Any, frame: int) -> _Place:
         (rows_mm, columns_mm),
         slope=(slope[0] if slope else 0.0) or 1.0,
         intercept=intercept[0] if intercept else 0.0,
+        rescale_type=str(_tag(header, frame, "PixelValueTransformationSequence", "RescaleType") or "").strip().upper(),
     )
 
 

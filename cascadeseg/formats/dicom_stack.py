@@ -25,6 +25,9 @@ EVEN_SHARE = 0.1
 """Slices may lie this share of the spacing beside their even places."""
 SPLIT_GAP_MM = 60.0
 """A gap this wide is not a few lost slices: the parts are stacks of their own."""
+HU_TYPES = ("", "HU", "HU_MOD", "US", "UNSPECIFIED")
+"""RescaleType of values in HU or, as it is with older scanners, in units that are not told; a spectral scan's maps of
+iodine, of electrons or of atomic numbers have others."""
 TILT_PIXELS = 0.5
 """Slices that shift sideways by less than this over the whole stack are as upright as it matters."""
 
@@ -62,6 +65,10 @@ class Stack:
     @property
     def series(self) -> Series:
         return self.slices[0].series
+
+    @property
+    def is_hu(self) -> bool:
+        return self.slices[0].rescale_type in HU_TYPES
 
     @property
     def is_tilted(self) -> bool:
@@ -107,7 +114,7 @@ def normal_of(slice_: Slice) -> npt.NDArray[np.float64]:
 
 
 def stacks_of(slices: Sequence[Slice]) -> list[Stack]:
-    """Every stack of two slices or more among loose slices, the one with most voxels first."""
+    """Every stack of two slices or more among loose slices: those in HU first, of these the one with most voxels."""
     groups = _groups(slices)
     stacks = [
         _stack(part, [*odd, *cut, *_unlike(group, groups)])
@@ -116,7 +123,7 @@ def stacks_of(slices: Sequence[Slice]) -> list[Stack]:
         for part, cut in _parts(one)
         if len(part) > 1
     ]
-    return sorted(stacks, key=lambda stack: (-np.prod(stack.shape), stack.series.number, stack.series.uid))
+    return sorted(stacks, key=lambda s: (not s.is_hu, -np.prod(s.shape), s.series.number, s.series.uid))
 
 
 def _groups(slices: Sequence[Slice]) -> list[list[Slice]]:
@@ -237,6 +244,9 @@ def _stack(slices: list[Slice], warnings: list[str]) -> Stack:
         shifts = np.stack([sideways @ along_column / rows_mm, sideways @ along_row / columns_mm], axis=1)
     tilt = float(np.degrees(np.arctan2(np.linalg.norm(sideways[-1]), heights[-1] - heights[0])))
     stack = Stack(tuple(slices), tuple(layers), spacing, shifts, tilt, (*warnings, *uneven))
+    if not stack.is_hu:
+        said = f"the values are of the type {slices[0].rescale_type} (RescaleType), not HU: the mask may be wrong"
+        stack = replace(stack, warnings=(*stack.warnings, said))
     if not stack.is_tilted:
         return stack
     reach = float(np.linalg.norm(sideways, axis=1).max())

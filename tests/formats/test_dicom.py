@@ -365,6 +365,21 @@ def test_series_of_one_size_are_each_one_of_the_largest(tmp_path: Path) -> None:
     assert warning == f"several CT series: took one of the largest, {named[0]}; left {named[1]}; see --series"
 
 
+@pytest.mark.parametrize("told", ["HU", "US", "", None])
+def test_a_spectral_map_is_no_ct_where_there_is_one(tmp_path: Path, told: str | None) -> None:
+    ct = write_series(tmp_path / "a", ct_values(), GRID, RescaleType=told, SeriesNumber=3)
+    larger = (*SHAPE[:2], SHAPE[2] + 1)
+    iodine = write_series(tmp_path / "b", ct_values(larger), Grid(larger, GRID.affine), RescaleType="MGML")
+    scan = read_scan(tmp_path)
+    assert same_in_patient(scan, ct_values(), GRID)
+    named = f"took the largest in HU, {ct} (10 slices); left {iodine} (11 slices)"
+    assert scan.warnings == (f"several CT series: {named}; see --series",)
+    said = "the values are of the type MGML (RescaleType), not HU: the mask may be wrong"
+    for scan in (read_scan(tmp_path, series=iodine), read_scan(tmp_path / "b")):
+        assert np.array_equal(scan.hu(), ct_values(larger))
+        assert scan.warnings == (said,)
+
+
 def test_folders_without_ct(tmp_path: Path) -> None:
     write_series(tmp_path / "mr", ct_values(), GRID, Modality="MR")
     with pytest.raises(ScanError, match=r"mr: no CT slices; found 10 MR; expected a CT series"):
