@@ -151,9 +151,9 @@ def _by_series(files: Sequence[Path]) -> list[list[Path]]:
     """Those files of a folder that are single slices, by their series."""
     from cascadeseg.formats.dicom import series_of_slices
 
-    of_series: dict[str, list[Path]] = {}
-    for file, uid in series_of_slices(files).items():
-        of_series.setdefault(uid, []).append(file)
+    of_series: dict[tuple[str, str], list[Path]] = {}
+    for file, key in series_of_slices(files).items():
+        of_series.setdefault(key, []).append(file)
     return list(of_series.values())
 
 

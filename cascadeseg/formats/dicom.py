@@ -1,7 +1,7 @@
 """Reading a DICOM CT series: the largest stack of slices in a folder or zip, as stored, in order.
 
-Rule: slices of one series, size, pixel spacing and orientation make a stack; localisers, other modalities, colour
-pictures and slices without a position are left out; the stack with most voxels is the scan, one in HU before a
+Rule: slices of one patient's series, size, pixel spacing and orientation make a stack; localisers, other modalities,
+colour pictures and slices without a position are left out; the stack with most voxels is the scan, one in HU before a
 spectral map, unless a series is asked for, and the others are named in a warning. Missing slices are interpolated,
 uneven ones made even, tilted ones shifted upright, each with a warning.
 
@@ -76,10 +76,11 @@ def read_dicom(path: Path, series: str | None = None, before: Before = nothing) 
             slices = _of_its_own_study(slices, path)
         if len(sources) == 1 and len(slices) == 1 and path.is_file() and not sources[0].archive:
             files = _looked_into([source_of(file) for file in _siblings(path)])
-            own = slices[0].series.uid
-            series, slices = series or own, _slices(files)
+            own = slices[0].series
+            series = series or own.uid
+            slices = [s for s in _slices(files) if s.series.uid != own.uid or s.series.key == own.key]
             count = sum(slice_.series.uid == series for slice_ in slices)
-            which = "it" if series == own else f"series {series}"
+            which = "it" if series == own.uid else f"series {series}"
             odd = [f"this is one slice of a series; the {count} slices of {which} in the folder were read"]
         if not slices:
             raise _no_ct(path, files)
@@ -90,18 +91,18 @@ def read_dicom(path: Path, series: str | None = None, before: Before = nothing) 
         return replace(outline, voxels=voxels).warned(*repaired)
 
 
-def series_of_slices(files: Sequence[Path]) -> dict[Path, str]:
-    """Of those files that are single CT slices, for which `read_dicom` reads their series, its SeriesInstanceUID."""
+def series_of_slices(files: Sequence[Path]) -> dict[Path, tuple[str, str]]:
+    """Of those files that are single CT slices, for which `read_dicom` reads their series, its `Series.key`."""
 
-    def own_series(file: Path) -> str | None:
+    def own_series(file: Path) -> tuple[str, str] | None:
         try:
             slices = looked_into(source_of(file)).slices
         except ScanError:  # told when it is read
             return None
-        return slices[0].series.uid if len(slices) == 1 else None
+        return slices[0].series.key if len(slices) == 1 else None
 
     with lenient_dicom(), ThreadPoolExecutor(READERS) as pool:
-        return {file: uid for file, uid in zip(files, pool.map(own_series, files), strict=True) if uid is not None}
+        return {file: key for file, key in zip(files, pool.map(own_series, files), strict=True) if key is not None}
 
 
 def _looked_into(sources: Sequence[Source]) -> list[Found]:
@@ -117,8 +118,8 @@ def _of_its_own_study(slices: Sequence[Slice], folder: Path) -> list[Slice]:
     """Those of the studies that lie in a folder itself, or all if none does: what lies below may be another study,
     which `find_scans` takes as a scan of its own.
     """
-    own = {slice_.series.study_uid for slice_ in slices if Path(slice_.source.name).parent == folder}
-    return [slice_ for slice_ in slices if not own or slice_.series.study_uid in own]
+    own = {slice_.series.study_key for slice_ in slices if Path(slice_.source.name).parent == folder}
+    return [slice_ for slice_ in slices if not own or slice_.series.study_key in own]
 
 
 def _siblings(path: Path) -> list[Path]:

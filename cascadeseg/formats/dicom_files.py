@@ -46,7 +46,7 @@ PIXELS_VRS = (b"OW", b"OB", b"UN")
 """No length begins so where there is no VR, as lengths are even."""
 
 _TAGS = [
-    "SOPInstanceUID", "Modality", "ImageType", "StudyInstanceUID", "SeriesInstanceUID", "SeriesNumber",
+    "SOPInstanceUID", "Modality", "ImageType", "PatientID", "StudyInstanceUID", "SeriesInstanceUID", "SeriesNumber",
     "SeriesDescription", "InstanceNumber", "AcquisitionNumber", "ImagePositionPatient", "ImageOrientationPatient",
     "PixelSpacing", "Rows", "Columns", "SamplesPerPixel", "BitsAllocated", "BitsStored", "HighBit",
     "PixelPaddingValue", "PixelRepresentation", "RescaleSlope", "RescaleIntercept", "RescaleType", "NumberOfFrames",
@@ -101,14 +101,26 @@ class Series:
     Attributes:
         uid: SeriesInstanceUID.
         study_uid: StudyInstanceUID.
+        patient_id: PatientID, empty if it has none.
         number: SeriesNumber, 0 if it has none.
         description: SeriesDescription, often empty.
     """
 
     uid: str
     study_uid: str
+    patient_id: str
     number: int
     description: str
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What one series' slices share: some anonymisers give everybody the same UIDs."""
+        return self.uid, self.patient_id
+
+    @property
+    def study_key(self) -> tuple[str, str]:
+        """What one study's slices share."""
+        return self.study_uid, self.patient_id
 
 
 @dataclass(frozen=True)
@@ -304,6 +316,7 @@ def _slice(source: Source, header: Any, frame: int, place: _Place, start: int | 
         series=Series(
             str(header.get("SeriesInstanceUID", "")),
             str(header.get("StudyInstanceUID", "")),
+            str(header.get("PatientID", None) or ""),
             _number(header, "SeriesNumber"),
             str(header.get("SeriesDescription", None) or ""),
         ),

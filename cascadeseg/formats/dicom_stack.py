@@ -127,7 +127,7 @@ def stacks_of(slices: Sequence[Slice]) -> list[Stack]:
 
 
 def _groups(slices: Sequence[Slice]) -> list[list[Slice]]:
-    """Slices of one series, size, pixel spacing and orientation, each group in order along its normal."""
+    """Slices of one patient's series, size, pixel spacing and orientation, each group in order along its normal."""
     groups: list[list[Slice]] = []
     for slice_ in slices:
         fitting = (group for group in groups if _fits(slice_, group[0]))
@@ -140,20 +140,30 @@ def _groups(slices: Sequence[Slice]) -> list[list[Slice]]:
 
 
 def _unlike(group: list[Slice], groups: Sequence[list[Slice]]) -> list[str]:
-    """A warning of the slices of the group's series that are in other groups."""
-    uid = group[0].series.uid
-    left = [slice_ for other in groups if other is not group for slice_ in other if slice_.series.uid == uid]
-    if not left:
+    """Warnings of the slices of the group's series that are in other groups."""
+    series = group[0].series
+    left = [slice_ for other in groups if other is not group for slice_ in other if slice_.series.uid == series.uid]
+    others = [slice_ for slice_ in left if slice_.series.key != series.key]
+    odd = [slice_ for slice_ in left if slice_.series.key == series.key]
+    return [
+        *_left_out(others, ("is", "are"), "of another patient (PatientID)"),
+        *_left_out(odd, ("does", "do"), "not fit the others in size, pixel spacing or direction"),
+    ]
+
+
+def _left_out(slices: list[Slice], verbs: tuple[str, str], why: str) -> list[str]:
+    """A warning of slices that were left out, if there are any."""
+    if not slices:
         return []
-    does = "1 slice of the series does" if len(left) == 1 else f"{len(left)} slices of the series do"
-    first = min(slice_.source.name for slice_ in left)
-    named = first if len(left) == 1 else f"the first: {first}"
-    return [f"{does} not fit the others in size, pixel spacing or direction: left out ({named})"]
+    first = min(slice_.source.name for slice_ in slices)
+    if len(slices) == 1:
+        return [f"1 slice of the series {verbs[0]} {why}: left out ({first})"]
+    return [f"{len(slices)} slices of the series {verbs[1]} {why}: left out (the first: {first})"]
 
 
 def _fits(one: Slice, other: Slice) -> bool:
     return (
-        one.series.uid == other.series.uid
+        one.series.key == other.series.key
         and one.shape == other.shape
         and np.allclose(one.pixel_spacing_mm, other.pixel_spacing_mm, rtol=1e-3)
         and np.allclose(one.orientation, other.orientation, rtol=0, atol=SAME_DIRECTION)

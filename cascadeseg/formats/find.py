@@ -20,7 +20,7 @@ def find_scans(path: str | Path, passed_over: Callable[[Path], object] = lambda 
 
     - A file is itself, whatever its name.
     - A folder with DICOM files directly in it is one scan, and so is a folder whose subfolders hold the DICOM
-      series of one study: `read_scan` takes the largest CT series and names the others.
+      series of one patient's study: `read_scan` takes the largest CT series and names the others.
     - Any other folder is a directory of scans: the scan files directly in it, and one scan for every DICOM study
       below it, through links too. Files that are masks by their names (`names.is_mask_name`, so also our own
       ``_lungs``) are passed over, and so are hidden ones and a DICOMDIR.
@@ -89,9 +89,9 @@ def _studies(folders: list[tuple[Path, Path]]) -> list[Path]:
     """Of folders with DICOM files directly in them, and the first of these, one a study: the deepest that holds all
     of it, or each of its folders where studies are mixed.
     """
-    studies: dict[str, list[Path]] = {}
+    studies: dict[tuple[str, str], list[Path]] = {}
     for leaf, first in folders:
-        studies.setdefault(_study_uid(first) or str(leaf), []).append(leaf)
+        studies.setdefault(_study(first) or ("", str(leaf)), []).append(leaf)
     scans: list[Path] = []
     for leaves in studies.values():
         top = Path(os.path.commonpath(leaves))
@@ -139,11 +139,14 @@ def looks_like_dicom(start: bytes) -> bool:
     return start[:4] in (CHARACTER_SET, IMAGE_TYPE) and (start[4:6] == b"CS" or start[5:8] == bytes(3))
 
 
-def _study_uid(file: Path) -> str:
+def _study(file: Path) -> tuple[str, str] | None:
+    """StudyInstanceUID and PatientID, as some anonymisers give everybody the same UIDs; None if there is no UID."""
     import pydicom
 
+    tags = ["StudyInstanceUID", "PatientID"]
     try:
-        header = pydicom.dcmread(file, force=True, stop_before_pixels=True, specific_tags=["StudyInstanceUID"])
+        header = pydicom.dcmread(file, force=True, stop_before_pixels=True, specific_tags=tags)
+        uid, patient_id = (str(header.get(tag, None) or "") for tag in tags)
     except Exception:  # any damage in a header that is only asked for its study
-        return ""
-    return str(header.get("StudyInstanceUID", ""))
+        return None
+    return (uid, patient_id) if uid else None

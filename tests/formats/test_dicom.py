@@ -30,6 +30,7 @@ from pydicom.uid import (
 
 from cascadeseg.errors import ScanError
 from cascadeseg.formats import Scan, dicom_pixels, find_scans, read_scan, scan_of, write_labels
+from cascadeseg.formats.dicom import series_of_slices
 from cascadeseg.formats.dicom_files import lenient_dicom
 from cascadeseg.formats.scan import DicomSeries
 from cascadeseg.geometry import Box, Grid
@@ -574,6 +575,30 @@ def test_one_slice_unlike_the_others_is_named(tmp_path: Path, odd: str, at_end: 
     assert scan.warnings[0] == f"{said} ({file})"
 
 
+def two_patients(folder: Path, **uids: str) -> tuple[Path, Path]:
+    """Two patients' folders with the same UIDs in them; the second one's slices lie between those of the first."""
+    affine = GRID.affine.copy()
+    affine[2, 3] += 1
+    write_series(folder / "p1", ct_values(), GRID, PatientID="1", **uids)
+    write_series(folder / "p2", ct_values(seed=5), Grid(SHAPE, affine), PatientID="2", **uids)
+    return folder / "p1", folder / "p2"
+
+
+def test_two_patients_of_one_series_uid_are_never_mixed(tmp_path: Path) -> None:
+    one, other = two_patients(tmp_path, series_uid="1.2.3.4")
+    scan = read_scan(tmp_path)
+    assert same_in_patient(scan, ct_values(), GRID)
+    first = other / "slice001.dcm"
+    said = f"10 slices of the series are of another patient (PatientID): left out (the first: {first})"
+    assert scan.warnings == (said,)
+    for file in one.iterdir():
+        file.rename(other / f"one_{file.name}")
+    scan = read_scan(first)
+    assert np.array_equal(scan.hu(), ct_values(seed=5))
+    assert scan.warnings == ("this is one slice of a series; the 10 slices of it in the folder were read",)
+    assert len(set(series_of_slices([first, other / "one_slice001.dcm"]).values())) == 2
+
+
 def test_damaged_slices_are_left_out_and_filled(tmp_path: Path) -> None:
     write_series(tmp_path, ct_values(), GRID)
     for name, length in (("slice004.dcm", -80), ("slice007.dcm", 300)):
@@ -630,6 +655,17 @@ def test_studies_that_are_mixed_are_taken_by_folder(tmp_path: Path) -> None:
     for series, study in (("a", "1.1"), ("b", "1.2"), ("c", "1.1")):
         write_series(tmp_path / series, ct_values()[..., :2], GRID, study_uid=study)
     assert find_scans(tmp_path) == [tmp_path / name for name in "abc"]
+
+
+def test_two_patients_of_one_study_uid_are_two_scans(tmp_path: Path) -> None:
+    folders = two_patients(tmp_path, study_uid="1.2")
+    assert find_scans(tmp_path) == [*folders]
+    for file in folders[0].iterdir():
+        file.rename(tmp_path / file.name)
+    assert find_scans(tmp_path) == [tmp_path, folders[1]]
+    scan = read_scan(tmp_path)
+    assert same_in_patient(scan, ct_values(), GRID)
+    assert scan.warnings == ()
 
 
 def test_a_study_below_another_is_a_scan_of_its_own(tmp_path: Path) -> None:
