@@ -20,7 +20,13 @@ SAME_PLACE_SHARE = 0.05
 """Slices closer than this share of the usual gap share a place: reconstructions of one series that differ in rounding
 or by a hair. Gaps in truth so unlike (0.5 and 10 mm) do not fill a quarter of a series."""
 WHOLE_SHARE = 0.9
-"""One of several acquisitions is read alone if it reaches this share of the places; otherwise the others fill in."""
+"""One of several acquisitions that share places is read alone if it reaches this share of them all; otherwise the
+others fill in."""
+SAME_RANGE_SHARE = 0.75
+"""Acquisitions that share so much of the heights that they reach are scans of one place, whose slices may lie between
+each other's; those of a table that moves on in the middle of a scan share far less."""
+LEAST_PLACES = 3
+"""Of an acquisition that may be a scan of its own."""
 EVEN_SHARE = 0.1
 """Slices may lie this share of the spacing beside their even places."""
 SPLIT_GAP_MM = 60.0
@@ -182,6 +188,8 @@ def _each_place_once(group: list[Slice]) -> tuple[list[Slice], list[str]]:
     if copies := len(group) - len(single):
         noun = "copy of a slice was" if copies == 1 else "copies of slices were"
         warnings.append(f"{copies} {noun} left out (the same SOPInstanceUID)")
+    several, single = single, _without_rivals(single)
+    warnings += _acquisitions_read(several, single)
     places = _places(single)
     if len(places) == len(single):
         return single, warnings
@@ -190,8 +198,7 @@ def _each_place_once(group: list[Slice]) -> tuple[list[Slice], list[str]]:
     best = max(acquisitions, key=lambda number: reached[number])
     if len(acquisitions) > 1 and reached[best] >= WHOLE_SHARE * len(places):
         taken = [slice_ for slice_ in single if slice_.acquisition == best]
-        said = f"the series holds {len(acquisitions)} acquisitions; number {best} was read"
-        warnings.append(f"{said} ({len(taken)} of {len(single)} slices)")
+        warnings += _acquisitions_read(single, taken)
         single, places = taken, _places(taken)
     kept = [min(place, key=lambda s: (s.acquisition != best, s.instance)) for place in places]
     if twice := len(single) - len(kept):
@@ -209,6 +216,37 @@ def _without_copies(group: list[Slice]) -> list[Slice]:
     for slice_ in group:
         first.setdefault((slice_.uid or id(slice_), slice_.instance, slice_.acquisition, slice_.position_mm), slice_)
     return list(first.values())
+
+
+def _without_rivals(group: list[Slice]) -> list[Slice]:
+    """Of acquisitions over nearly the same heights the one with most places, or the lower number; and all others."""
+    slices_of: dict[int, list[Slice]] = {}
+    for slice_ in group:
+        slices_of.setdefault(slice_.acquisition, []).append(slice_)
+    places = {number: len(_places(slices)) for number, slices in slices_of.items()}
+    ends = {number: [_height(slices[i], group[0]) for i in (0, -1)] for number, slices in slices_of.items()}
+    whole = [number for number in slices_of if places[number] >= LEAST_PLACES]
+    kept: list[int] = []
+    rivals: list[int] = []
+    for number in sorted(whole, key=lambda number: (-places[number], number)):
+        is_rival = any(_share_a_range(ends[number], ends[other]) for other in kept)
+        (rivals if is_rival else kept).append(number)
+    return [slice_ for slice_ in group if slice_.acquisition not in rivals]
+
+
+def _share_a_range(one: list[float], other: list[float]) -> bool:
+    """Whether two ranges of heights, from the lowest to the highest, are nearly the same."""
+    shared = min(one[1], other[1]) - max(one[0], other[0])
+    return shared >= SAME_RANGE_SHARE * max(one[1] - one[0], other[1] - other[0])
+
+
+def _acquisitions_read(slices: list[Slice], taken: list[Slice]) -> list[str]:
+    """A warning of the acquisitions that were left out, if any was."""
+    if len(taken) == len(slices):
+        return []
+    numbers, read = ({slice_.acquisition for slice_ in some} for some in (slices, taken))
+    which = f"number {min(read)} was" if len(read) == 1 else f"{len(read)} of them were"
+    return [f"the series holds {len(numbers)} acquisitions; {which} read ({len(taken)} of {len(slices)} slices)"]
 
 
 def _places(group: list[Slice]) -> list[list[Slice]]:

@@ -518,6 +518,49 @@ def test_acquisitions_that_share_a_slice(tmp_path: Path) -> None:
     assert scan.warnings == (said,)
 
 
+def write_acquisition(folder: Path, number: int, slices: slice, shift_mm: float = 0, seed: int = 0) -> None:
+    """Writes some slices of a scan as an acquisition of the series 1.2.3.4, all of them ``shift_mm`` higher."""
+    affine = GRID.affine.copy()
+    affine[2, 3] += shift_mm + GRID.spacing_mm[2] * slices.start
+    hu = ct_values(seed=seed)[..., slices]
+    place = Grid((*SHAPE[:2], hu.shape[2]), affine)
+    write_series(folder / f"a{number}", hu, place, series_uid="1.2.3.4", AcquisitionNumber=number)
+
+
+@pytest.mark.parametrize("shift_mm", [-1.25, 0.3, 1.25])
+def test_one_of_two_acquisitions_between_each_others_slices_is_read(tmp_path: Path, shift_mm: float) -> None:
+    write_acquisition(tmp_path, 1, slice(0, 10), shift_mm, seed=5)
+    write_acquisition(tmp_path, 2, slice(0, 9))
+    scan = read_scan(tmp_path)
+    assert np.array_equal(scan.hu(), ct_values(seed=5))
+    assert scan.warnings == ("the series holds 2 acquisitions; number 1 was read (10 of 19 slices)",)
+    write_acquisition(tmp_path, 2, slice(0, 10))
+    write_acquisition(tmp_path, 1, slice(0, 10), shift_mm, seed=5)
+    assert np.array_equal(read_scan(tmp_path).hu(), ct_values(seed=5)), "of as many slices the lower number"
+
+
+def test_acquisitions_one_above_the_other_are_one_scan(tmp_path: Path) -> None:
+    """A table that moves on; then two turns at its upper step."""
+    write_acquisition(tmp_path, 1, slice(0, 5))
+    write_acquisition(tmp_path, 2, slice(5, 10))
+    scan = read_scan(tmp_path)
+    assert same_in_patient(scan, ct_values(), GRID)
+    assert scan.warnings == ()
+    write_acquisition(tmp_path, 3, slice(5, 10), shift_mm=0.5, seed=5)
+    scan = read_scan(tmp_path)
+    assert same_in_patient(scan, ct_values(), GRID)
+    assert scan.warnings == ("the series holds 3 acquisitions; 2 of them were read (10 of 15 slices)",)
+
+
+def test_acquisitions_that_overlap_a_little_are_one_scan(tmp_path: Path) -> None:
+    write_acquisition(tmp_path, 1, slice(0, 6), shift_mm=0.5)
+    write_acquisition(tmp_path, 2, slice(4, 10))
+    scan = read_scan(tmp_path)
+    lowest, highest = (scan.grid.world([0, 0, k])[2] for k in (0, scan.grid.shape[2] - 1))
+    assert highest - lowest == pytest.approx(9 * GRID.spacing_mm[2] - 0.5)
+    assert [warning.partition(" (")[0] for warning in scan.warnings] == ["uneven slice spacing"]
+
+
 def test_one_instance_uid_for_all_slices(tmp_path: Path) -> None:
     """As some anonymisers leave it: no copies for all that."""
     write_series(tmp_path, ct_values(), GRID, SOPInstanceUID="1.2.3.4")
