@@ -33,6 +33,7 @@ from cascadeseg.formats.dicom_files import (
     files_in,
     lenient_dicom,
     looked_into,
+    series_key_of,
     source_of,
     sources_of,
 )
@@ -56,8 +57,9 @@ def read_dicom(path: Path, series: str | None = None, before: Before = nothing) 
     """A DICOM series as a `Scan` whose ``native`` is a `DicomSeries`, not yet audited.
 
     Args:
-        path: a folder (nested ones too), a zip of one, or a single file: an enhanced CT is read from it, of a slice
-            the rest of its series (or ``series``) is looked for in its folder, and a DICOMDIR means its folder.
+        path: a folder (nested ones too), a zip of one, or a single file: an enhanced CT is read from it alone, as other
+            files of its series may be other phases, of a slice the rest of its series (or ``series``) is looked for in
+            its folder, and a DICOMDIR means its folder.
         series: SeriesInstanceUID; the largest CT series if None.
         before: see `read_scan`.
 
@@ -74,7 +76,10 @@ def read_dicom(path: Path, series: str | None = None, before: Before = nothing) 
         odd: list[str] = []
         if path.is_dir() and series is None:
             slices = _of_its_own_study(slices, path)
-        if len(sources) == 1 and len(slices) == 1 and path.is_file() and not sources[0].archive:
+        is_file = path.is_file() and not sources[0].archive
+        if is_file and len(slices) > 1:
+            odd = _more_beside(path, slices[0])
+        elif is_file and slices:
             files = _looked_into([source_of(file) for file in _siblings(path)])
             own = slices[0].series
             series = series or own.uid
@@ -120,6 +125,18 @@ def _of_its_own_study(slices: Sequence[Slice], folder: Path) -> list[Slice]:
     """
     own = {slice_.series.study_key for slice_ in slices if Path(slice_.source.name).parent == folder}
     return [slice_ for slice_ in slices if not own or slice_.series.study_key in own]
+
+
+def _more_beside(path: Path, slice_: Slice) -> list[str]:
+    """A warning of the files beside one of many frames that are of its series."""
+    try:
+        others = [source_of(file) for file in _siblings(path) if file.name != path.name]
+    except OSError:  # a folder that nobody may list
+        return []
+    with ThreadPoolExecutor(READERS) as pool:
+        count = sum(key == slice_.series.key for key in pool.map(series_key_of, others))
+    noun = "1 more file of its series lies" if count == 1 else f"{count} more files of its series lie"
+    return [f"{noun} in the folder; only this one was read, give the folder to read all"] if count else []
 
 
 def _siblings(path: Path) -> list[Path]:

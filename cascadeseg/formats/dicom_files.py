@@ -18,6 +18,8 @@ from typing import IO, Any
 
 import numpy as np
 import pydicom
+from pydicom.filereader import read_partial
+from pydicom.tag import Tag
 from pydicom.uid import (
     ExplicitVRBigEndian,
     ExplicitVRLittleEndian,
@@ -52,6 +54,9 @@ _TAGS = [
     "PixelPaddingValue", "PixelRepresentation", "RescaleSlope", "RescaleIntercept", "RescaleType", "NumberOfFrames",
     "SharedFunctionalGroupsSequence", "PerFrameFunctionalGroupsSequence",
 ]  # fmt: skip
+
+_KEY_TAGS = [Tag("PatientID"), Tag("SeriesInstanceUID")]
+"""In the order of a header."""
 
 _LENIENCE = Lock()
 _lenient: list[ExitStack] = []
@@ -277,6 +282,20 @@ def looked_into(source: Source) -> Found:
     return Found(kind, tuple(slices), series_uid)
 
 
+def series_key_of(source: Source) -> tuple[str, str] | None:
+    """`Series.key` of a file, None if it cannot be told; what comes after it, long where frames are many, is left."""
+    try:
+        with source.open() as stream:
+            if not looks_like_dicom(stream.read(132)):
+                return None
+            stream.seek(0)
+            header = read_partial(stream, lambda tag, *_: tag > _KEY_TAGS[-1], specific_tags=_KEY_TAGS, force=True)
+        uid = _text(header, "SeriesInstanceUID")
+        return (uid, _text(header, "PatientID")) if uid else None
+    except Exception:  # any damage in a header that is only asked for its series
+        return None
+
+
 def _is_directory(header: Any) -> bool:
     return bool(header.file_meta.get("MediaStorageSOPClassUID", "") == MediaStorageDirectoryStorage)
 
@@ -314,11 +333,11 @@ def _slice(source: Source, header: Any, frame: int, place: _Place, start: int | 
         frames=_frames(header),
         pixels_at=None if start is None else start + frame * rows * columns * stored.itemsize,
         series=Series(
-            str(header.get("SeriesInstanceUID", "")),
-            str(header.get("StudyInstanceUID", "")),
-            str(header.get("PatientID", None) or ""),
+            _text(header, "SeriesInstanceUID"),
+            _text(header, "StudyInstanceUID"),
+            _text(header, "PatientID"),
             _number(header, "SeriesNumber"),
-            str(header.get("SeriesDescription", None) or ""),
+            _text(header, "SeriesDescription"),
         ),
         uid=str(header.get("SOPInstanceUID", "")),
         instance=_number(header, "InstanceNumber") + frame,
@@ -410,6 +429,10 @@ def _floats(header: Any, frame: int, group: str, keyword: str) -> tuple[float, .
     if not np.isfinite(values).all():
         raise ValueError(f"{keyword} {', '.join(map(str, values))}")
     return values
+
+
+def _text(header: Any, keyword: str) -> str:
+    return str(header.get(keyword, None) or "")
 
 
 def _number(header: Any, keyword: str) -> int:

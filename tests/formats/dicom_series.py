@@ -85,11 +85,12 @@ def write_enhanced(
     *,
     encoding: str = ExplicitVRLittleEndian,
     intercepts: Sequence[int] | None = None,
+    series_uid: str | None = None,
 ) -> None:
     """Writes (X, Y, Z) HU as one enhanced CT file of many frames, which may have a rescale intercept each."""
     data = _slice(hu[:, :, 0].T, signed=False)
     data.SOPClassUID = EnhancedCTImageStorage
-    data.StudyInstanceUID, data.SeriesInstanceUID = "1.2.3", generate_uid()
+    data.StudyInstanceUID, data.SeriesInstanceUID = "1.2.3", series_uid or generate_uid()
     data.NumberOfFrames = hu.shape[2]
     each = np.full(hu.shape[2], INTERCEPT) if intercepts is None else np.asarray(intercepts)
     data.PixelData = (hu.T - each[:, None, None]).astype("<u2").tobytes()

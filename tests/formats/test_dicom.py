@@ -325,6 +325,31 @@ def test_enhanced_ct(tmp_path: Path) -> None:
         assert same_in_patient(read_scan(path), ct_values(), oblique_grid())
 
 
+def refused(*_: object) -> None:
+    raise PermissionError
+
+
+def test_other_files_of_an_enhanced_cts_series_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for i, slices in enumerate((slice(0, 4), slice(4, 7), slice(7, 10))):
+        part = oblique_grid().cropped(Box((0, 0, slices.start), (*SHAPE[:2], slices.stop)))
+        write_enhanced(tmp_path / f"part{i}.dcm", ct_values()[..., slices], part, series_uid="1.2.3.4")
+    write_enhanced(tmp_path / "another.dcm", ct_values(), oblique_grid())
+    (tmp_path / "notes.txt").write_text("of the archive", encoding="utf-8")
+    (tmp_path / "gone.dcm").symlink_to(tmp_path / "nothing")
+    scan = read_scan(tmp_path / "part0.dcm")
+    assert np.array_equal(scan.hu(), ct_values()[..., :4])
+    said = "files of its series lie in the folder; only this one was read, give the folder to read all"
+    assert scan.warnings[0] == f"2 more {said}"
+    assert read_scan(tmp_path / "another.dcm").warnings == ()
+    for file in (tmp_path / "another.dcm", tmp_path / "gone.dcm"):
+        file.unlink()
+    assert same_in_patient(read_scan(tmp_path), ct_values(), oblique_grid())
+    (tmp_path / "part2.dcm").unlink()
+    assert read_scan(tmp_path / "part1.dcm").warnings[0].startswith("1 more file of its series lies in the folder;")
+    monkeypatch.setattr(Path, "iterdir", refused)
+    assert np.array_equal(read_scan(tmp_path / "part1.dcm").hu(), ct_values()[..., 4:7])
+
+
 @pytest.mark.parametrize("by_gdcm", [False, True])
 def test_a_compressed_enhanced_ct_is_decoded_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_gdcm: bool
