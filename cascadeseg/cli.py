@@ -441,6 +441,7 @@ class _Table:
                 path, "exists", remedy="overwrite with --force, go on with --resume, or choose another name"
             )
         self.path = path
+        self.written = self._state()
         rows = read_table(path) if options.resume and path.exists() else []
         scans = [Path(str(row["scan"])) for row in rows]
         self.rows = {followed(scan): row for scan, row in zip(scans, rows, strict=True)}
@@ -452,7 +453,6 @@ class _Table:
             )
         self.anew = not options.resume
         self.own: set[Path] = set()
-        self.written = self._state()
         self.unwritten: OutputError | None = None
 
     def scans_done(self) -> frozenset[Path]:
@@ -473,9 +473,9 @@ class _Table:
                 self.path.unlink()
             except OSError as problem:
                 raise OutputError(self.path, f"cannot be replaced ({problem.strerror})") from problem
+            self.written = None
         for scan in scans:
             self.rows.setdefault(followed(scan), {})
-        self.written = self._state()
 
     def add(self, row: Row) -> None:
         from cascadeseg.atomic import replace_text
@@ -584,12 +584,12 @@ def _finite_ends(values: Any) -> list[float]:
 def _run_evaluate(options: argparse.Namespace) -> int:
     from cascadeseg.atomic import replace_text
     from cascadeseg.evaluation import tables
-    from cascadeseg.evaluation.cases import pair, why_no_reference
+    from cascadeseg.evaluation.cases import pair, without_reference
 
     _check_tables(options)
     pairs, unpaired, others = pair(Path(options.prediction), Path(options.reference))
-    for path in others:
-        complain(f"{path}: not scored: {why_no_reference(path, Path(options.reference))}")
+    for line in without_reference(others, Path(options.reference)):
+        complain(line)
     cases, unscored = _scored(pairs, unpaired, options.prediction)
     if cases:
         say(tables.as_text(cases, unscored).rstrip())

@@ -33,7 +33,7 @@ import torch
 from PIL import Image
 
 import cascadeseg
-from cascadeseg import atomic, batch, cli, terminal
+from cascadeseg import atomic, batch, cli, outputs, terminal
 from cascadeseg.cascade import pipeline
 from cascadeseg.cascade.confidence import Signs
 from cascadeseg.cascade.density import histogram
@@ -955,19 +955,31 @@ def test_the_table_has_the_order_of_the_scans(tmp_path: Path, monkeypatch: pytes
     assert [Path(row["scan"]).name for row in table(tmp_path / "all.csv")] == names
 
 
-def test_runs_at_the_same_time_share_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one_by_one = batch.segment_all
+@pytest.mark.parametrize("while_it", ["plans", "segments"])
+def test_runs_at_the_same_time_share_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, while_it: str) -> None:
+    one_by_one, plan = batch.segment_all, outputs.plan
     one, other, before = (make_scan(tmp_path / f"{name}.nii.gz") for name in ("one", "other", "before"))
     later = tmp_path / "later.nii.gz"
     assert run("infer", before, later, "--csv", "all.csv") == 3
 
-    def slowly(jobs: Any, options: argparse.Namespace) -> Iterator[Any]:
+    def the_others() -> None:
+        monkeypatch.setattr(batch, "segment_all", one_by_one)
+        monkeypatch.setattr(outputs, "plan", plan)
+        assert run("infer", other, make_scan(later), "--csv", "all.csv", "--resume") == 0
+
+    def slowly_segmented(jobs: Any, options: argparse.Namespace) -> Iterator[Any]:
         for row in one_by_one(jobs, options):
-            monkeypatch.setattr(batch, "segment_all", one_by_one)
-            assert run("infer", other, make_scan(later), "--csv", "all.csv", "--resume") == 0
+            the_others()
             yield row
 
-    monkeypatch.setattr(batch, "segment_all", slowly)
+    def slowly_planned(*arguments: Any, **named: Any) -> Any:
+        the_others()
+        return plan(*arguments, **named)
+
+    if while_it == "plans":
+        monkeypatch.setattr(outputs, "plan", slowly_planned)
+    else:
+        monkeypatch.setattr(batch, "segment_all", slowly_segmented)
     assert run("infer", one, "--csv", "all.csv", "--resume") == 0
     rows = {Path(row["scan"]): row["verdict"] for row in table(tmp_path / "all.csv")}
     assert rows == dict.fromkeys([before, later, one, other], "ok")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -139,13 +139,17 @@ def case_name(path: Path) -> str:
     return name
 
 
-def why_no_reference(prediction: Path, references: Path) -> str:
-    """Why a mask of one folder is not scored, in words: there is no reference, or it is taken for a scan."""
-    found = f"no reference of this name in {references}"
-    files, name = _may_be_masks(references), _scan_name(case_name(prediction))
+def without_reference(predictions: Sequence[Path], references: Path) -> list[str]:
+    """A line for each mask that is not scored: there is no reference, or it is taken for a scan."""
+    files = _may_be_masks(references) if predictions else []
     masks = [path for path in files if is_mask_name(path)]
-    scans = [path for path in files if masks and path not in masks and _scan_name(case_name(path)) == name]
-    return f"{found}, where {scans[0].name} counts as a scan, as {masks[0].name} is called a mask" if scans else found
+    scans = {_scan_name(case_name(path)): path.name for path in files if masks and path not in masks}
+    lines = []
+    for path in predictions:
+        scan = scans.get(_scan_name(case_name(path)))
+        why = f", where {scan} counts as a scan, as {masks[0].name} is called a mask" if scan else ""
+        lines.append(f"{path}: not scored: no reference of this name in {references}{why}")
+    return lines
 
 
 def _named(folder: Path, *, predicted: bool) -> dict[str, Path]:

@@ -83,7 +83,7 @@ def _points_inside(rng: np.random.Generator, patient: Patient, side: int, count:
 class Lung:
     """One lung while it is painted: its box, and the distances (mm) to it and to its pleural cavity.
 
-    ``bronchi`` is which part of each voxel the bronchi inside the lung fill.
+    ``bronchi`` is which part of each voxel the bronchi inside the lung and its hilum fill.
     """
 
     side: int
