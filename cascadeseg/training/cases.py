@@ -31,7 +31,7 @@ from cascadeseg.training.config import LabelNames, TrainingConfig
 from cascadeseg.training.preflight import Inspected, scan_and_labels
 
 CPU = torch.device("cpu")
-HILUM_MM = 16.0
+HILUM_MM, DOME_MM = 16.0, 50.0
 """How wide a gap in a lung is at most that a locator fills which takes hila for lung."""
 LabelMap = npt.NDArray[np.uint8]
 
@@ -231,17 +231,19 @@ def imagined(scan: Scan, labels: npt.NDArray[Any], view: View, name: str) -> Coa
     coarse = labels_on(labels, scan.grid, grid)
     lungs = torch.stack([(coarse == lung.value).float() for lung in LUNGS])
     if _between(0, 1, random) < 0.5:
-        lungs = _filled(lungs, round(HILUM_MM / 2 / min(grid.spacing_mm)))
+        lungs = _filled(lungs, round(_between(HILUM_MM, DOME_MM, random) / 2 / min(grid.spacing_mm)))
     vague = F.avg_pool3d(F.pad(lungs[None], (2,) * 6, mode="replicate"), 5, stride=1)[0]
     surface = 0.3 * _between(-1, 1, random) + 0.25 * _wandering(2, grid, random)
     probabilities = torch.sigmoid(_between(6, 20, random) * (vague - 0.5 + surface))
     probabilities[vague == 0] = 0
-    soft = resample_scan(scan, grid, view, CPU) * view.scale_hu + view.low_hu > -400
+    hu = resample_scan(scan, grid, view, CPU) * view.scale_hu + view.low_hu
+    soft = hu > -400
     missed = soft & (coarse > 0) & (_wandering(1, grid, random)[0] > _between(-0.5, 1.5, random))
     beside = (coarse == BACKGROUND) & _near(lungs)
     gas = ~soft & beside & (_wandering(2, grid, random) > _between(0.2, 2, random))
     probabilities = torch.where(gas, 0.9, probabilities.masked_fill(missed, 0.05))
-    solid = soft & beside & (_wandering(2, grid, random) > _between(0.9, 2.6, random))
+    least = torch.where((hu > -200) & (hu < -20), _between(0.3, 3, random), _between(0.9, 2.6, random))  # fat, the rest
+    solid = soft & beside & (_wandering(2, grid, random) > least)
     probabilities = torch.where(solid, probabilities.clamp(min=_between(0.3, 0.95, random)), probabilities)
     return settle_sides(Coarse(probabilities / probabilities.sum(dim=0).clamp(min=1), grid))
 
@@ -253,10 +255,17 @@ def _filled(lungs: Tensor, radius: int) -> Tensor:
 
 
 def _grown(values: Tensor, radius: int) -> Tensor:
-    """The largest value of a cube around each voxel, axis by axis."""
-    for axis in range(3):
-        reach = [radius * (other == axis) for other in range(3)]
-        values = F.max_pool3d(values[None], [2 * n + 1 for n in reach], stride=1, padding=reach)[0]
+    """The largest value of a cube around each voxel of (C, X, Y, Z), axis by axis: windows of two, four, eight voxels."""
+    width = 2 * radius + 1
+    for axis in (1, 2, 3):
+        beyond = list(values.shape)
+        beyond[axis] = radius
+        nothing = torch.full(beyond, -torch.inf)
+        values, seen = torch.cat([nothing, values, nothing], axis), 1
+        while seen < width:
+            step = min(seen, width - seen)
+            n = values.shape[axis] - step
+            values, seen = torch.maximum(values.narrow(axis, 0, n), values.narrow(axis, step, n)), seen + step
     return values
 
 

@@ -792,7 +792,7 @@ def test_crops_of_files_come_from_boxes_like_stage_1s_mistakes(folder, tmp_path)
     assert {box.label for box in crop_lungs(coarse)} == set(LUNGS)
     cases = prepare(patient, config, None)
     assert [case.name.rpartition("_")[2] for case in cases] == ["right", "left"]
-    assert all(case.image.shape[0] == 2 and set(case.labels.unique().tolist()) == {0, 1} for case in cases)
+    assert all(case.image.shape[0] == 2 and set(case.labels.unique().tolist()) - {IGNORE} == {0, 1} for case in cases)
 
 
 def test_imagined_opinions_take_solid_tissue_for_lung_in_some_patients_and_leave_dense_lung_out_in_some():
@@ -801,11 +801,11 @@ def test_imagined_opinions_take_solid_tissue_for_lung_in_some_patients_and_leave
     beyond = F.max_pool3d(lungs[None].float(), 5, stride=1, padding=2)[0] == 0
     image = resample_scan(scan, coarse_grid(scan, View(8.0)), View(8.0), torch.device("cpu"))
     solid = image * View(8.0).scale_hu + View(8.0).low_hu > -400
-    said = [imagined(scan, labels, View(8.0), str(key)).lungs.sum(dim=0) for key in range(1000, 1020)]
+    said = [imagined(scan, labels, View(8.0), str(key)).lungs.sum(dim=0) for key in range(1000, 1100)]
     taken = [float((opinion > 0.3)[solid & beyond].sum()) for opinion in said]
     left_out = [float((opinion < 0.1)[solid & lungs].float().mean()) for opinion in said]
-    assert sum(voxels > 20 for voxels in taken) in range(3, 18)
-    assert sum(share > 0.5 for share in left_out) in range(3, 18)
+    assert sum(voxels > 20 for voxels in taken) in range(20, 90)
+    assert sum(share > 0.5 for share in left_out) in range(5, 30)
 
 
 def test_imagined_opinions_fill_hila_in_about_half_of_the_patients():
@@ -817,6 +817,32 @@ def test_imagined_opinions_fill_hila_in_about_half_of_the_patients():
     said = [imagined(scan, labels, View(2.0), f"{key:07}").lungs[0, 30:36, 19:21, 10:30] for key in range(30)]
     assert sum(bool((opinion > 0.96).float().mean() > 0.7) for opinion in said) in range(7, 20)
     assert sum(bool((opinion < 0.1).float().mean() > 0.7) for opinion in said) in range(5, 24)
+
+
+def test_imagined_opinions_take_fat_beside_the_lungs_for_lung_more_often_than_other_soft_tissue():
+    labels = np.zeros((60, 40, 40), np.uint8)
+    labels[4:28, 4:36, 4:36], labels[32:56, 4:36, 4:36] = LEFT_LUNG.value, RIGHT_LUNG.value
+    hu = np.where(labels > 0, -850, 40).astype(np.int16)
+    fatty = np.where(labels > 0, -850, -100).astype(np.int16)
+    grid = Grid.axis_aligned(hu.shape, (8, 8, 8))
+    beyond = F.max_pool3d(torch.from_numpy(labels > 0)[None].float(), 5, stride=1, padding=2)[0] == 0
+
+    def taken(image: np.ndarray) -> int:
+        said = [imagined(Scan(image, grid), labels, View(8.0), f"{key:07}").lungs.sum(dim=0) for key in range(30)]
+        return sum(bool((opinion > 0.3)[beyond].float().mean() > 0.02) for opinion in said)
+
+    assert taken(fatty) > taken(hu) > 0
+
+
+def test_imagined_opinions_take_the_top_of_a_dome_for_lung_in_some_patients():
+    x, y, z = np.meshgrid(*[np.arange(-48, 48, 4)] * 2, np.arange(0, 160, 4), indexing="ij")
+    labels = np.where(x**2 + y**2 + z**2 > 70**2, RIGHT_LUNG.value, 0).astype(np.uint8)  # above a liver of 70 mm
+    hu = np.where(labels > 0, -850, 40).astype(np.int16)
+    scan = Scan(hu, Grid.axis_aligned(hu.shape, (4, 4, 4)))
+    top = (np.hypot(x, y) < 15) & (z >= 60) & (z < 68)
+    said = [imagined(scan, labels, View(4.0), f"{key:07}").lungs[0][top].mean() for key in range(40)]
+    assert sum(float(opinion) > 0.5 for opinion in said) in range(3, 25)
+    assert sum(float(opinion) < 0.1 for opinion in said) in range(10, 38)
 
 
 def test_labels_on_another_grid_keep_their_volume():
