@@ -255,7 +255,7 @@ def _filled(lungs: Tensor, radius: int) -> Tensor:
 
 
 def _grown(values: Tensor, radius: int) -> Tensor:
-    """The largest value of a cube around each voxel of (C, X, Y, Z), axis by axis: windows of two, four, eight voxels."""
+    """(C, X, Y, Z) the largest value of a cube around each voxel, axis by axis: of two voxels, of four, of eight."""
     width = 2 * radius + 1
     for axis in (1, 2, 3):
         beyond = list(values.shape)
