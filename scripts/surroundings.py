@@ -3,10 +3,10 @@
     python scripts/surroundings.py SCANS [--presets healthy training] [--count 12] [--seed 7000]
 
 SCANS holds NAME.nii.gz and NAME_ref.nii.gz (1 right lung, 2 left lung, 255 ignored, here taken for lung), as for
-validate.py. Counted are voxels 2 to 6 mm outside both lungs, and the gas of the abdomen on the left, within 50 mm of
-them. Where synthetic patients are not as patients are, a network learns what it will not meet, and meets what it never
-learned. Prints two Markdown tables: medians over scans, and from the 10th to the 90th percentile. The scans are looked
-at, nothing is trained on them.
+validate.py. Counted are voxels 2 to 6 mm outside both lungs, 6 to 12 mm straight below the outer half of their domes,
+and the gas of the abdomen on the left, within 50 mm of them. Where synthetic patients are not as patients are, a
+network learns what it will not meet, and meets what it never learned. Prints two Markdown tables: medians over scans,
+and from the 10th to the 90th percentile. The scans are looked at, nothing is trained on them.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from validate import distance_mm, reference_of, scans_of
 from cascadeseg import read_scan
 from cascadeseg.formats import Scan, read_labels
 from cascadeseg.geometry import canonical_view
-from cascadeseg.labels import LEFT_LUNG
+from cascadeseg.labels import LEFT_LUNG, RIGHT_LUNG
 from cascadeseg.synthesis import PRESETS, sample_patient
 
 TISSUES = {"gas": -500, "edge": -150, "fat": -30, "soft tissue": 130, "denser": np.inf}
 """The highest HU of each."""
 SHELL_MM = 2.0, 6.0
+UNDER_DOME_MM, DOME_MM, LUNG_ABOVE_MM = (6.0, 12.0), 25.0, 10.0
 STEP_MM = 1.5
 """Finer scans are looked at in every second, third, ... voxel."""
 VOXEL_MM = 1.6, 1.6, 3.0
@@ -107,20 +108,21 @@ def measured(scan: Scan, labels: Labels) -> tuple[Shares, list[float] | None]:
     spacing_mm = [step * mm for step, mm in zip(steps, scan.grid.spacing_mm, strict=True)]
     hu, labels = scan.as_hu(scan.voxels[every]), labels[every]
     distance = distance_mm(labels > 0, spacing_mm)
-    return shares(hu, labels > 0, distance, spacing_mm), places(hu, labels, distance, spacing_mm)
+    return shares(hu, labels, distance, spacing_mm), places(hu, labels, distance, spacing_mm)
 
 
-def shares(hu: Labels, lungs: Mask, distance: Labels, spacing_mm: list[float]) -> Shares:
+def shares(hu: Labels, labels: Labels, distance: Labels, spacing_mm: list[float]) -> Shares:
     """What lies around the lungs."""
     kind = np.searchsorted(list(TISSUES.values()), hu)
     return {
         name: [100 * float(np.mean(kind[where] == tissue)) for tissue in range(len(TISSUES))]
-        for name, where in regions(lungs, distance, spacing_mm).items()
+        for name, where in regions(labels, distance, spacing_mm).items()
     }
 
 
-def regions(lungs: Mask, distance: Labels, spacing_mm: list[float]) -> dict[str, Mask]:
-    """Parts of the shell around the lungs, by how far they lie from the middle, and how far back and up."""
+def regions(labels: Labels, distance: Labels, spacing_mm: list[float]) -> dict[str, Mask]:
+    """Parts of the shell around the lungs, by how far they lie from the middle, and how far back and up; the domes."""
+    lungs = labels > 0
     shell = (distance > SHELL_MM[0]) & (distance <= SHELL_MM[1])
     spans = [np.flatnonzero(lungs.any(axis=tuple({0, 1, 2} - {axis}))) for axis in range(3)]
     x, y, z = np.ogrid[tuple(slice(0, n) for n in lungs.shape)]
@@ -134,7 +136,29 @@ def regions(lungs: Mask, distance: Labels, spacing_mm: list[float]) -> dict[str,
         "hilum": shell & (up > 0.4) & (up < 0.7) & (front > 0.25) & (front < 0.7) & (beside_mm < 50),
         "above, medial": shell & (up > 0.7) & (beside_mm < 50),
         "chest wall": shell & (up > 0.3) & (beside_mm >= 80),
+        "under the right dome": under_dome(labels == RIGHT_LUNG.value, 1, spacing_mm),
+        "under the left dome": under_dome(labels == LEFT_LUNG.value, -1, spacing_mm),
     }
+
+
+def under_dome(lung: Mask, outwards: int, spacing_mm: list[float]) -> Mask:
+    """What lies `UNDER_DOME_MM` straight below the outer half of a lung's base, but for what falls off from the dome.
+
+    ``outwards`` is 1 where x grows from the middle of the body to the lung's side, -1 on the other one.
+    """
+    lowest, reach = lung.argmax(axis=2), max(1, round(LUNG_ABOVE_MM / spacing_mm[2]))
+    x, y = np.nonzero(lung.any(axis=2))
+    outer = outwards * (x - np.median(x)) > 0 if len(x) else np.zeros(0, bool)
+    x, y = x[outer], y[outer]
+    base_mm = lowest[x, y] * spacing_mm[2]
+    on_dome = base_mm >= np.percentile(base_mm, 90) - DOME_MM if len(x) else outer[outer]
+    below = np.zeros(lung.shape, bool)
+    for column in zip(x[on_dome], y[on_dome], strict=True):
+        base = lowest[column]
+        if lung[column][base : base + reach].all():
+            low, high = (base - round(mm / spacing_mm[2]) for mm in UNDER_DOME_MM)
+            below[column][max(0, high) : max(0, low)] = True
+    return below & ~lung
 
 
 def places(hu: Labels, labels: Labels, distance: Labels, spacing_mm: list[float]) -> list[float] | None:

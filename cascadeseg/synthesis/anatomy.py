@@ -7,6 +7,7 @@ coarse lattice of a rendering and the few points from which vessel trees grow.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -577,14 +578,25 @@ def liver(p: Points, patient: Patient, under: Tensor) -> Tensor:
     a, b = torso.half_width, torso.half_depth
     big = ellipsoid(p, (0.5 * a, -0.02 * b, top), (0.58 * a * size, 0.98 * b, 82 * size))
     left = ellipsoid(p, (-8, 0.45 * b, top + 28), (70 * size, 0.45 * b, 36 * size))
-    return torch.maximum(smooth_min(big, left, 25), under)
+    dome = torch.maximum(-(under + 60 * size), 25 - p[0])
+    return torch.maximum(smooth_min(smooth_min(big, left, 25), dome, 20), under)
 
 
 def spleen(p: Points, patient: Patient, under: Tensor) -> Tensor:
+    """The spleen, whose upper end lies against the left dome (``under`` as in `liver`), at the back and at the side."""
     k = patient.abdomen.spleen**0.5
     torso = patient.torso
     centre = (-0.7 * torso.half_width, -0.5 * torso.half_depth, patient.chest.dome[1] - 62)
-    return torch.maximum(ellipsoid(p, centre, (32 * k, 46 * k, 50 * k)), under)
+    whole = ellipsoid(p, centre, (32 * k, 46 * k, 50 * k))
+    cap = _under_dome(p, under, (centre[0], centre[1]), (38 * k, 56 * k), 30 * k)
+    return torch.maximum(smooth_min(whole, cap, 12), under)
+
+
+def _under_dome(p: Points, under: Tensor, centre: Sequence[float], radii: Sequence[float], thick: float) -> Tensor:
+    """Distance to the part of an organ that lies against a dome: an ellipse from above, ``thick`` mm of what is below."""
+    (x, y, _), (a, b) = p, radii
+    across = (((x - centre[0]) / a).square() + ((y - centre[1]) / b).square()).sqrt()
+    return torch.maximum((across - 1) * min(a, b), -(under + thick))
 
 
 def stomach_shape(p: Points, patient: Patient, under: Tensor) -> Tensor:
@@ -595,7 +607,8 @@ def stomach_shape(p: Points, patient: Patient, under: Tensor) -> Tensor:
     # Its body lies against the wall in front.
     front = 0.95 * patient.torso.half_depth - 28 * k
     body = ellipsoid((x - 0.35 * (z - top), y, z), (-30, front, top - 105), (30 * k, 28 * k, 55 * k))
-    return torch.maximum(smooth_min(fundus, body, 25), under)
+    cap = _under_dome(p, under, (-58.0, 10.0), (44 * k, 50 * k), 40 * k)
+    return torch.maximum(smooth_min(smooth_min(fundus, cap, 15), body, 25), under)
 
 
 def kidneys(p: Points, patient: Patient) -> Tensor:

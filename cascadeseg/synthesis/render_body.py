@@ -335,11 +335,13 @@ def paint_abdomen(scene: Scene, shapes: Shapes) -> None:
 
 
 def _fat_under_diaphragm(scene: Scene) -> Tensor:
-    """How thick (coarse, mm) the fat between the diaphragm and an organ is: little on the domes, most of it behind."""
-    patient = scene.patient
+    """How thick (coarse, mm) the fat between the diaphragm and an organ is: none on the domes, most of it behind."""
+    patient, (x, _, z) = scene.patient, scene.body
+    top = torch.where(x > 0, *patient.chest.dome)
+    beside = ((top - z - 15) / 25).clamp(0, 1)
     noise = scene.coarse_noise(patient.hounsfield.texture_seed + 8, 35.0)
-    room = (2.5 + 0.12 * min(patient.torso.fat, 40.0)) * (noise + 4 * _low_behind(scene) - 0.7).clamp(min=0, max=3)
-    return room * scene.scale
+    room = (2.5 + 0.12 * min(patient.torso.fat, 40.0)) * (noise + 5 * _low_behind(scene) - 0.7).clamp(min=0, max=3)
+    return room * beside * scene.scale
 
 
 def _paint_hollow(scene: Scene, shape: Tensor, gas: float, middle_y: float, reach: float) -> None:
