@@ -354,7 +354,7 @@ def _draw_hounsfield(d: Draw, torso: Torso, config: SynthesisConfig) -> Hounsfie
     pulmonary = blood + (d.uniform(60, 450) if contrast else 0)
     muscle = d.normal(52, 9 * r) + (10 if contrast else 0)
     fatty = d.uniform(20, 60) if d.chance(0.12 * r) else 0
-    liver = d.normal(56, 9 * r) + (d.uniform(10, 70) if contrast else 0) - fatty
+    lean = d.normal(56, 9 * r) + (d.uniform(10, 70) if contrast else 0)
     undiluted = d.uniform(200, 900) if contrast and d.chance(0.2) else 0
     closed = 1 - torso.inspiration
     hounsfield = Hounsfield(
@@ -368,8 +368,8 @@ def _draw_hounsfield(d: Draw, torso: Torso, config: SynthesisConfig) -> Hounsfie
         pulmonary_blood=pulmonary,
         venous_blood=blood + (d.uniform(30, 160) if contrast else 0) + undiluted,
         myocardium=blood + (d.uniform(30, 80) if contrast else 4),
-        liver=liver,
-        spleen=liver + d.normal(2, 8 * r) + (d.uniform(0, 50) if contrast else 0),
+        liver=lean - fatty,
+        spleen=lean + d.normal(-8, 5 * r) + (d.uniform(0, 50) if contrast else 0),
         kidney=d.normal(34, 5 * r) + (d.uniform(60, 150) if contrast else 0),
         stomach=d.uniform(100, 400) if d.chance(0.2 * r) else d.about(5, 45, r),
         stool=d.about(-95, 45, r),

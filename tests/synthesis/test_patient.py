@@ -131,6 +131,18 @@ def test_dark_lungs_are_common_in_training() -> None:
     assert max(lungs["training"]) > -620
 
 
+def test_a_spleen_is_no_fattier_for_the_fat_of_the_liver() -> None:
+    # Without contrast medium it lies 8 to 10 HU below a healthy liver (textbook), which has 50 to 65.
+    drawn = [sample_patient(n, PRESETS["training"]).hounsfield for n in range(1500)]
+    plain = [hu for hu in drawn if hu.aortic_blood < 60]
+    assert 46 < np.median([hu.spleen for hu in plain]) < 50
+    assert np.mean([hu.spleen < 30 for hu in plain]) < 0.06
+    assert min(hu.spleen for hu in plain) > 15
+    fatty = [hu for hu in plain if hu.liver < 30]
+    assert 0.06 < len(fatty) / len(plain) < 0.14
+    assert 45 < np.median([hu.spleen for hu in fatty]) < 51
+
+
 def test_the_field_of_view_is_one_lattice_at_any_spacing() -> None:
     patient = sample_patient(9)
     for spacing in (2.0, (0.8, 0.8, 3.0)):
