@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cascadeseg.geometry import Grid
 from cascadeseg.synthesis import artefacts
-from cascadeseg.synthesis.fields import Axes, linear_matrix, separable
+from cascadeseg.synthesis.fields import Axes, lattice, linear_matrix, separable, slab_matrix
 from cascadeseg.synthesis.scanner import Scanner
 
 if TYPE_CHECKING:
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 NOISE_TILE = 96
 MAX_STEP_MM = 2.5
+STREAK_LAYER_MM = 0.5
+"""Streaks of slices that overlap from voxel to voxel are made of layers no thicker than this."""
 
 
 def grid_axes(grid: Grid) -> Axes:
@@ -72,9 +74,7 @@ def slice_matrix(scanner: Scanner, work: Tensor, wanted: Tensor, step: float) ->
     thick, distance = slice_thickness(scanner, step), slice_distance(scanner, step)
     if distance <= 1.01 * step:
         return _slab(work, wanted, thick, scanner.motion_mm)
-    first = math.floor(float(wanted[0]) / distance)
-    last = math.ceil(float(wanted[-1]) / distance)
-    slices = torch.arange(first, last + 2, dtype=torch.float64) * distance
+    _, slices = lattice(wanted, distance)
     return linear_matrix(slices, wanted) @ _slab(work, slices, thick, scanner.motion_mm)
 
 
@@ -82,10 +82,41 @@ def _slab(work: Tensor, centres: Tensor, thick: float, motion_mm: float = 0.0) -
     """(centres, work) means over slabs; with motion, of two places of the body: every contour is seen twice."""
     if motion_mm:
         return (_slab(work, centres - motion_mm / 2, thick) + _slab(work, centres + motion_mm / 2, thick)) / 2
-    step = float(work[1] - work[0])
-    gap = (work[None, :] - centres[:, None]).abs()
-    weight = ((thick + step) / 2 - gap).clamp(0, min(step, thick))
-    return (weight / weight.sum(dim=1, keepdim=True).clamp(min=1e-9)).float()
+    return slab_matrix(work, centres, thick)
+
+
+def noise_layers(scanner: Scanner, wanted: Axes) -> tuple[Tensor, Tensor]:
+    """Numbers of the layers of white noise at the wanted slices, and (wanted, layers) how much of each these take.
+
+    A layer is a slice of the scanner where these show as stairs, else a layer of voxels.
+    """
+    step = wanted.step(2)
+    reach = slice_thickness(scanner, step) / 2
+    distance = slice_distance(scanner, step)
+    if distance > 1.01 * step:
+        number, layers = lattice(wanted.z, distance, reach)
+    else:
+        start = float(wanted.z[0]) - int(wanted.numbers(2)[0]) * step
+        number, layers = lattice(wanted.z, step, reach, start)
+    return number, noise_matrix(scanner, layers, wanted.z, step)
+
+
+def streak_layers(scanner: Scanner, wanted: Axes) -> tuple[Tensor, Tensor]:
+    """Like `noise_layers`, but the same layers whatever the voxels, of which voxels thicker than a slice take less."""
+    step = wanted.step(2)
+    thick = slice_thickness(scanner, step)
+    parts = scanner.slice_step if scanner.stairs else 1 / math.ceil(scanner.slice_mm / STREAK_LAYER_MM)
+    number, layers = lattice(wanted.z, scanner.slice_mm * parts, thick / 2 + slice_distance(scanner, step))
+    return number, noise_matrix(scanner, layers, wanted.z, step) * math.sqrt(scanner.slice_mm / thick)
+
+
+def noise_matrix(scanner: Scanner, layers: Tensor, wanted: Tensor, step: float) -> Tensor:
+    """(wanted, layers) weights of noise: through the same slabs as the image, as strong as in one layer."""
+    thick, distance = slice_thickness(scanner, step), slice_distance(scanner, step)
+    slices = lattice(wanted, distance)[1] if distance > 1.01 * step else wanted
+    slab = slab_matrix(layers, slices, thick)
+    slab = slab / slab.square().sum(dim=1, keepdim=True).sqrt()
+    return slab if slices is wanted else linear_matrix(slices, wanted) @ slab
 
 
 def blur_matrix(work: Tensor, wanted: Tensor, sigma: float, sharpening: float) -> Tensor:
@@ -111,7 +142,7 @@ def acquire(patient: Patient, painted: Tensor, work: Axes, wanted: Axes) -> Tens
     hu = separable(matrices, artefacts.pulsating(patient, painted, work))
     if scanner.noise_hu:
         _add_noise(scanner, hu, wanted)
-    artefacts.add_artefacts(patient, hu, wanted, slice_thickness(scanner, step))
+    artefacts.add_artefacts(patient, hu, wanted, slice_thickness(scanner, step), streak_layers(scanner, wanted))
     hu.mul_(scanner.gain).add_(scanner.offset_hu + 1000 * (scanner.gain - 1))
     return hu.round_().clamp_(scanner.floor_hu, scanner.ceiling_hu)
 
@@ -137,22 +168,15 @@ def _noise_tile(seed: int, colour: float, step_mm: float) -> Tensor:
 def _add_noise(scanner: Scanner, hu: Tensor, wanted: Axes) -> None:
     step = wanted.step(0)
     tile = _noise_tile(scanner.seed, round(scanner.noise_colour, 2), round(step, 3)).to(hu.device)
-    where = [wanted.numbers(a) % NOISE_TILE for a in range(3)]
+    where = [wanted.numbers(a) % NOISE_TILE for a in range(2)]
     # Coarser voxels average the noise of the scanner's own.
     ratio = (scanner.pixel_mm / max(step, scanner.pixel_mm)) * math.sqrt(
         scanner.slice_mm / max(wanted.step(2), scanner.slice_mm)
     )
     sd = scanner.noise_hu * max(ratio, 0.12) ** 0.7
     noise = tile[where[0].to(hu.device)][:, where[1].to(hu.device)]
-    distance = slice_distance(scanner, wanted.step(2))
-    if distance > 1.01 * wanted.step(2):
-        first = math.floor(float(wanted.z[0]) / distance)
-        last = math.ceil(float(wanted.z[-1]) / distance)
-        number = torch.arange(first, last + 2)
-        matrix = linear_matrix(number.double() * distance, wanted.z).to(hu.device)
-        noise = torch.matmul(noise[:, :, (number % NOISE_TILE).to(hu.device)], matrix.T)
-    else:
-        noise = noise[:, :, where[2].to(hu.device)]
+    number, matrix = noise_layers(scanner, wanted)
+    noise = torch.matmul(noise[:, :, (number % NOISE_TILE).to(hu.device)], matrix.T.to(hu.device))
     # Less noise where little is in the way: air beside the patient.
     noise.mul_((hu * 0.0004).add_(1.0).clamp_(0.6, 1.0))
     hu.add_(noise, alpha=sd)

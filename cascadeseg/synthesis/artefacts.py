@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cascadeseg.synthesis import anatomy, devices
-from cascadeseg.synthesis.fields import Axes, Beads, linear_matrix
+from cascadeseg.synthesis.fields import Axes, Beads, lattice, linear_matrix, slab_matrix
 from cascadeseg.synthesis.warp import Warp
 
 if TYPE_CHECKING:
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 SPOKES = 150
 """Directions in which the streaks of metal differ."""
+
+STREAK_TILE = (1024, 512)
+"""After how many rows of pixels, and layers of slices, the streaks of the shoulders come again."""
 
 
 def pulsating(patient: Patient, painted: Tensor, work: Axes) -> Tensor:
@@ -46,13 +49,13 @@ def pulsating(patient: Patient, painted: Tensor, work: Axes) -> Tensor:
     return painted
 
 
-def add_artefacts(patient: Patient, hu: Tensor, wanted: Axes, thick_mm: float) -> None:
-    """Add to a scanned volume what this scanner suffers from (slices ``thick_mm`` thick)."""
+def add_artefacts(patient: Patient, hu: Tensor, wanted: Axes, thick_mm: float, layers: tuple[Tensor, Tensor]) -> None:
+    """Add to a scanned volume what this scanner suffers from (slices ``thick_mm`` thick, streaks from ``layers``)."""
     scanner = patient.scanner
     if scanner.streaks_hu:
-        _add_rows(patient, hu, wanted)
+        _add_rows(patient, hu, wanted, layers)
     if scanner.starvation_hu:
-        _add_starvation(patient, hu, wanted)
+        _add_starvation(patient, hu, wanted, layers)
     if scanner.metal_hu:
         for parts in devices.metal(patient):
             _add_star(patient, parts, hu, wanted, thick_mm)
@@ -69,17 +72,30 @@ def _shoulders(patient: Patient, wanted: Axes, device: torch.device, reach_mm: f
     return torch.exp(-((z - top) / reach_mm).square())
 
 
-def _add_rows(patient: Patient, hu: Tensor, wanted: Axes) -> None:
+def _streaks(seed: int, layers: tuple[Tensor, Tensor]) -> Tensor:
+    """(rows, Z) unit noise, of each slice its own as far as its layers are."""
+    tile = torch.randn(STREAK_TILE, generator=torch.Generator().manual_seed(seed))
+    number, matrix = layers
+    return tile[:, number % STREAK_TILE[1]] @ matrix.T
+
+
+def _rows_at(streaks: Tensor, where: Tensor, width_mm: float, row_mm: float) -> Tensor:
+    """(places, Z) means of (rows, Z) streaks, ``row_mm`` wide each, over ``width_mm`` around each place (mm)."""
+    number, rows = lattice(where, row_mm, width_mm)
+    return slab_matrix(rows, where, width_mm) @ streaks[number % STREAK_TILE[0]]
+
+
+def _add_rows(patient: Patient, hu: Tensor, wanted: Axes, layers: tuple[Tensor, Tensor]) -> None:
     """Noise that is constant along the direction of the shoulders, strongest at their height."""
-    generator = torch.Generator().manual_seed(patient.scanner.seed + 1)
-    tile = torch.randn((256, 256), generator=generator)
+    pixel = patient.scanner.pixel_mm
+    tile = _streaks(patient.scanner.seed + 1, layers)
     tile = (tile + torch.roll(tile, 1, 0)) * 0.7
-    streaks = tile[wanted.numbers(1) % 256][:, wanted.numbers(2) % 256].to(hu.device)
+    streaks = _rows_at(tile, wanted.y, max(pixel, wanted.step(1)), pixel).to(hu.device)
     strength = _shoulders(patient, wanted, hu.device, 70) + 0.15
     hu.add_((streaks * strength[None]).unsqueeze(0), alpha=patient.scanner.streaks_hu)
 
 
-def _add_starvation(patient: Patient, hu: Tensor, wanted: Axes) -> None:
+def _add_starvation(patient: Patient, hu: Tensor, wanted: Axes, layers: tuple[Tensor, Tensor]) -> None:
     """Slanting streaks and a dark band from shoulder to shoulder, in the body only: too few photons come through."""
     strength = _shoulders(patient, wanted, hu.device, 55)
     parts = torch.nonzero(strength > 0.02)[:, 0]
@@ -87,16 +103,17 @@ def _add_starvation(patient: Patient, hu: Tensor, wanted: Axes) -> None:
         return
     here = slice(int(parts[0]), int(parts[-1]) + 1)
     axes = wanted[slice(None), slice(None), here]
-    generator = torch.Generator().manual_seed(patient.scanner.seed + 2)
-    tile = torch.randn((256, 256), generator=generator)
-    slices = (axes.numbers(2) % 256).to(hu.device)
+    tile = _streaks(patient.scanner.seed + 2, (layers[0], layers[1][here]))
+    row = 1.6 * patient.scanner.pixel_mm
     ox, oy, _ = patient.torso.offset
     x, y = axes.x - ox, axes.y - oy
     streaks = torch.zeros(axes.shape, device=hu.device)
     for slope in (-0.09, 0.0, 0.07):
-        rows = torch.round((y[None, :] + slope * x[:, None]) / (1.6 * axes.step(1))).long() % 256
         tile = torch.roll(tile, 31, 0)
-        streaks += tile.to(hu.device)[rows.to(hu.device)][:, :, slices]
+        place = y[None, :] + slope * x[:, None]
+        number, fine = lattice(torch.stack([place.min(), place.max()]), axes.step(1) / 4)
+        table = _rows_at(tile, fine, max(row, axes.step(1)), row).to(hu.device)
+        streaks += table[(torch.round(place * 4 / axes.step(1)).long() - number[0]).to(hu.device)]
     band = torch.exp(-((y + 12) / 24).square()).float().to(hu.device)
     streaks.mul_(0.55).sub_(0.7 * band[None, :, None]).mul_(strength[here])
     streaks.mul_((hu[:, :, here] * 0.001).add_(1.0).clamp_(0.1, 1.0))

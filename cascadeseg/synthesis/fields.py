@@ -7,6 +7,7 @@ upsampling them, like every blur and every random field, is separable and theref
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -88,6 +89,22 @@ def linear_matrix(source: Tensor, target: Tensor) -> Tensor:
     matrix[rows, low] = 1 - part
     matrix[rows, low + 1] = part
     return matrix
+
+
+def slab_matrix(source: Tensor, target: Tensor, thick: float) -> Tensor:
+    """(targets, sources) float32 weights of the means over ``thick`` mm around each target, from an even row of mm."""
+    step = float(source[1] - source[0])
+    gap = (source[None, :] - target[:, None]).abs()
+    weight = ((thick + step) / 2 - gap).clamp(0, min(step, thick))
+    return (weight / weight.sum(dim=1, keepdim=True).clamp(min=1e-9)).float()
+
+
+def lattice(row: Tensor, apart: float, reach: float = 0.0, start: float = 0.0) -> tuple[Tensor, Tensor]:
+    """Numbers and places (mm) of the multiples of ``apart``, counted from ``start``, in a row's ``reach``."""
+    first = math.floor((float(row[0]) - start - reach) / apart)
+    last = math.ceil((float(row[-1]) - start + reach) / apart)
+    number = torch.arange(first, last + 2)
+    return number, number.double() * apart + start
 
 
 def separable(matrices: Sequence[Tensor], values: Tensor) -> Tensor:

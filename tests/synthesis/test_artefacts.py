@@ -70,6 +70,47 @@ def test_neighbouring_voxels_have_noise_of_their_own_wherever_the_grid_begins(sh
         assert steps.min() > 0.5 * steps.max(), f"axis {axis}"
 
 
+def added(step: float, **scanner: Any) -> torch.Tensor:
+    """What a fault of the scanner adds below the shoulders, less what all slices or all rows have in common."""
+    common: dict[str, Any] = {"slice_step": 1.0, "pixel_mm": 0.7, "floor_hu": -4000.0, "ceiling_hu": 32767.0}
+    still = {"noise_hu": 0.0, "streaks_hu": 0.0, "starvation_hu": 0.0}
+    patient, without = (quiet(1, {**common, **scanner, **other}) for other in ({}, still))
+    x, y, z = patient.torso.offset
+    first = np.round([x - 15, y - 40, z + patient.torso.height * patient.torso.size - 60]) + (step - 1) / 2
+    grid = Grid.axis_aligned([round(n / step) for n in (16, 80, 80)], (step,) * 3, first)
+    change = render(patient, grid).hu - render(without, grid).hu
+    change = change - change.mean(dim=(0, 1), keepdim=True)
+    return change - change.mean(dim=(0, 2), keepdim=True)
+
+
+FAULTS = pytest.mark.parametrize("fault", [{"noise_hu": 30.0}, {"streaks_hu": 60.0}, {"starvation_hu": 130.0}])
+STAIRS = pytest.mark.parametrize("stairs", [True, False])
+
+
+@FAULTS
+@STAIRS
+def test_noise_and_streaks_go_through_thick_slices_with_stairs_and_without(
+    fault: dict[str, float], *, stairs: bool
+) -> None:
+    thin, thick = (added(1.0, slice_mm=slice_mm, stairs=stairs, **fault) for slice_mm in (1.0, 5.0))
+    alike = [float((v[:, :, 2:] * v[:, :, :-2]).mean() / v.square().mean()) for v in (thin, thick)]
+    assert alike[0] < 0.15
+    assert 0.5 < alike[1] < 0.9
+    # As strong as in thin slices, but for the places between two slices of which a file with stairs has the mean.
+    assert (0.7 if stairs else 0.9) < float(thick.std() / thin.std()) < (1.0 if stairs else 1.2)
+
+
+@pytest.mark.parametrize("fault", [{"streaks_hu": 60.0}, {"starvation_hu": 130.0}])
+@pytest.mark.parametrize("slice_mm", [0.8, 5.0])
+@STAIRS
+def test_streaks_are_the_same_whatever_the_voxels(fault: dict[str, float], slice_mm: float, *, stairs: bool) -> None:
+    fine, coarse = (added(step, slice_mm=slice_mm, stairs=stairs, **fault) for step in (1.0, 2.0))
+    mean = torch.nn.functional.avg_pool3d(fine[None], 2)[0]
+    assert float(torch.corrcoef(torch.stack([mean.flatten(), coarse.flatten()]))[0, 1]) > 0.95
+    assert float(coarse.std() / mean.std()) == pytest.approx(1, abs=0.1)
+    assert float(coarse.std() / fine.std()) < 0.9
+
+
 def test_metal_streaks_its_own_slices_and_no_label() -> None:
     rods = ("spinal_rods",)
     clean, streaked = pair(quiet(devices=rods), quiet(scanner={"metal_hu": 900.0}, devices=rods))
