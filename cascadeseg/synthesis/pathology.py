@@ -30,8 +30,7 @@ def _sideways(scene: Scene) -> tuple[Tensor, Tensor]:
 def _dependent_wall(scene: Scene) -> float:
     """World height of the lowest point of the chest's inner wall."""
     torso = scene.patient.torso
-    ux = scene.patient.scanner.up[0]
-    return -(torso.half_width if ux else torso.half_depth) * scene.scale
+    return -(torso.half_width if scene.upward[0] else torso.half_depth) * scene.scale
 
 
 def _fluid_distance(scene: Scene, side: int) -> Tensor | None:

@@ -149,9 +149,9 @@ def _paint_slab(scene: Scene, distance: Tensor, shell_hu: float, foam_hu: float,
 def _lowest_point(scene: Scene) -> float:
     """How far the body reaches from its middle towards the couch (world mm), from its proportions."""
     torso = scene.patient.torso
-    ux, uy = scene.patient.scanner.up
+    ux, uy = scene.upward
     fat = 0.7 * torso.fat + 1.5
-    if abs(ux) > 0.5:
+    if ux:
         return (torso.half_width + torso.muscle + fat + 22) * torso.size * torso.aspect[0]
     if uy < 0:
         return (

@@ -220,7 +220,7 @@ def _gravity(scene: Scene) -> Tensor:
     torso = scene.patient.torso
     x, y, z = scene.coarse.points(scene.device)
     ox, oy, _ = torso.offset
-    reach = (torso.half_width if ux else torso.half_depth) * scene.scale
+    reach = (torso.half_width if scene.upward[0] else torso.half_depth) * scene.scale
     depth = -((x - ox) * ux + (y - oy) * uy) / (2 * reach) + 0 * z
     return depth + 0.5 * depth.clamp(min=0)
 

@@ -72,6 +72,13 @@ class Scene:
         """World mm of one body mm."""
         return float(self.warp.scale.mean())
 
+    @property
+    def upward(self) -> tuple[float, float]:
+        """The body's own axis, (1, 0) for its right or (0, 1) for its front, that points up most, or its opposite."""
+        ux, uy = self.patient.scanner.up
+        right, front = (torch.tensor([self.warp.mirror * ux, uy]) @ self.warp.rotation[:2, :2]).tolist()
+        return (math.copysign(1, right), 0.0) if abs(right) > abs(front) else (0.0, math.copysign(1, front))
+
     def near(self, field: Tensor, mm: float = 0.0) -> Slices | None:
         """The box of voxels where a coarse field is below ``mm`` (with a margin), or None."""
         return extent_below(field, mm + self.voxel_mm, self.coarse, self.axes)

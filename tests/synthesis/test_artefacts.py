@@ -111,6 +111,36 @@ def test_streaks_are_the_same_whatever_the_voxels(fault: dict[str, float], slice
     assert float(coarse.std() / fine.std()) < 0.9
 
 
+@pytest.mark.parametrize(("degrees", "up"), [(90.0, (1.0, 0.0)), (270.0, (-1.0, 0.0)), (180.0, (0.0, -1.0))])
+def test_fluid_and_couch_are_where_they_are_under_a_patient_who_was_turned_with_the_scanner(
+    degrees: float, up: tuple[float, float]
+) -> None:
+    """A body turned in the header's frame lies on its couch as one whose scanner says how it lies."""
+    couch = {"couch": "flat", "couch_gap": 2.0, "couch_tilt": 0.0, "cloth": 0}
+    told = quiet(scanner={**couch, "up": up}, effusion=(40.0, 40.0))
+    told = replace(
+        told,
+        torso=replace(told.torso, warp=(0.0, 0.0), offset=(0.0, 0.0, 0.0), belly=30.0),
+        hounsfield=replace(told.hounsfield, gravity=150.0, texture=(0.0, 0.0, 0.0, 0.0)),
+    )
+    turned = replace(
+        told,
+        torso=replace(told.torso, rotation=(0.0, 0.0, degrees)),
+        scanner=replace(told.scanner, up=(0.0, 1.0)),
+    )
+    fluid, heights = [], []
+    phantoms = pair(told, turned, half=(300, 300, 190))
+    for phantom, (right, front) in zip(phantoms, (up, (0.0, 1.0)), strict=True):
+        fluid.append(int((phantom.tissues == int(Tissue.EFFUSION)).sum()) * SPACING**3 / 1000)
+        where = torch.nonzero(phantom.tissues == int(Tissue.COUCH)).float().mean(dim=0) * SPACING - 300
+        heights.append(float(where[0] * right + where[1] * front))
+    assert fluid[0] > 200
+    assert fluid[1] == pytest.approx(fluid[0], rel=0.15)
+    assert heights[1] == pytest.approx(heights[0], abs=3)
+    air = [float(phantom.hu[phantom.tissues == int(Tissue.LUNG)].mean()) for phantom in phantoms]
+    assert air[1] == pytest.approx(air[0], abs=3)
+
+
 def test_metal_streaks_its_own_slices_and_no_label() -> None:
     rods = ("spinal_rods",)
     clean, streaked = pair(quiet(devices=rods), quiet(scanner={"metal_hu": 900.0}, devices=rods))
