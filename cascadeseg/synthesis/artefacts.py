@@ -22,7 +22,7 @@ SPOKES = 150
 """Directions in which the streaks of metal differ."""
 
 STREAK_TILE = (1024, 512)
-"""After how many rows of pixels, and layers of slices, the streaks of the shoulders come again."""
+"""After how many rows of pixels, and layers of slices, streaks come again."""
 
 
 def pulsating(patient: Patient, painted: Tensor, work: Axes) -> Tensor:
@@ -58,7 +58,7 @@ def add_artefacts(patient: Patient, hu: Tensor, wanted: Axes, thick_mm: float, l
         _add_starvation(patient, hu, wanted, layers)
     if scanner.metal_hu:
         for parts in devices.metal(patient):
-            _add_star(patient, parts, hu, wanted, thick_mm)
+            _add_star(patient, parts, hu, wanted, thick_mm, layers)
     if scanner.cupping_hu:
         x, y, _ = wanted.points(hu.device)
         ox, oy, _ = patient.torso.offset
@@ -120,7 +120,9 @@ def _add_starvation(patient: Patient, hu: Tensor, wanted: Axes, layers: tuple[Te
     hu[:, :, here].add_(streaks, alpha=patient.scanner.starvation_hu)
 
 
-def _add_star(patient: Patient, parts: list[Beads], hu: Tensor, wanted: Axes, thick_mm: float) -> None:
+def _add_star(
+    patient: Patient, parts: list[Beads], hu: Tensor, wanted: Axes, thick_mm: float, layers: tuple[Tensor, Tensor]
+) -> None:
     """Bright and dark fans around each metal part of a device, dark along the line on which its parts lie."""
     world = [Warp(patient).to_world(part, torch.device("cpu")) for part in parts]
     shares = [_share(beads, wanted.z, thick_mm) for beads in world]
@@ -131,7 +133,8 @@ def _add_star(patient: Patient, parts: list[Beads], hu: Tensor, wanted: Axes, th
     axes = Axes(wanted.x, wanted.y, wanted.z[slices], wanted.steps)
     streaks = torch.zeros(axes.shape, device=hu.device)
     for number, (beads, share) in enumerate(zip(world, shares, strict=True)):
-        _add_fans(streaks, axes, beads, share[slices], angle, length, patient.scanner.seed + 10 + number)
+        spokes = _spokes(patient.scanner.seed + 10 + number, (layers[0], layers[1][slices]))
+        _add_fans(streaks, axes, beads, share[slices], angle, length, spokes)
     chosen = slices.to(hu.device)
     block = hu[:, :, chosen]
     streaks.mul_((block * 0.0006).add_(1.0).clamp_(0.4, 1.0))
@@ -155,7 +158,7 @@ def _line_through(world: list[Beads], shares: list[Tensor]) -> tuple[Tensor, Ten
 
 
 def _add_fans(
-    streaks: Tensor, axes: Axes, beads: Beads, share: Tensor, angle: Tensor, length: Tensor, seed: int
+    streaks: Tensor, axes: Axes, beads: Beads, share: Tensor, angle: Tensor, length: Tensor, spokes: Tensor
 ) -> None:
     """Add one part's fans, of unit strength at its surface, to (X, Y, Z) streaks."""
     device = streaks.device
@@ -167,7 +170,7 @@ def _add_fans(
     away = (dx.square() + dy.square()).sqrt().clamp_(min=1.0)
     place = torch.atan2(dy, dx).add_(math.pi).mul_(SPOKES / (2 * math.pi)).clamp_(0, SPOKES - 1e-3)
     low = place.long()
-    table, k = _spokes(seed, axes.numbers(2)).to(device), torch.arange(len(axes.z), device=device)
+    table, k = spokes.to(device), torch.arange(len(axes.z), device=device)
     fans = torch.lerp(table[k, low], table[k, low + 1], place - low)
     across = (dy * torch.cos(angle).to(device) - dx * torch.sin(angle).to(device)).div_(away).square_()
     line = torch.exp(across * -12).mul_(0.8).sub_(torch.exp(across * -110).mul_(1.6))
@@ -176,11 +179,13 @@ def _add_fans(
     streaks.add_(fans.mul_(radius * present).div_(away.add_(radius)))
 
 
-def _spokes(seed: int, slices: Tensor) -> Tensor:
+def _spokes(seed: int, layers: tuple[Tensor, Tensor]) -> Tensor:
     """(slices, SPOKES + 1) strength of the streaks by direction: few strong ones, alike in neighbouring slices."""
     generator = torch.Generator().manual_seed(seed)
-    tile = torch.randn((65, SPOKES), generator=generator)
-    table = 0.8 * tile[64] + 0.6 * tile[slices % 64]
+    common = torch.randn(SPOKES, generator=generator)
+    tile = torch.randn((STREAK_TILE[1], SPOKES), generator=generator)
+    number, matrix = layers
+    table = 0.8 * common + 0.6 * (matrix @ tile[number % STREAK_TILE[1]])
     table = (torch.roll(table, 1, 1) + 2 * table + torch.roll(table, -1, 1)) / 4
     table = table * table.abs()
     return torch.cat([table, table[:, :1]], dim=1)

@@ -155,6 +155,19 @@ def test_metal_streaks_its_own_slices_and_no_label() -> None:
     assert 5 < float(here[lung].mean()) < 200
 
 
+def test_streaks_of_metal_change_from_slice_to_slice_not_from_voxel_to_voxel() -> None:
+    changes = []
+    for slice_mm in (1.0, 5.0):
+        scanner = {"slice_mm": slice_mm, "stairs": False, "floor_hu": -4000.0, "ceiling_hu": 32767.0}
+        patients = [quiet(1, {**scanner, "metal_hu": hu}, devices=("spinal_rods",)) for hu in (0.0, 900.0)]
+        x, y, z = patients[0].torso.offset
+        grid = Grid.axis_aligned([60, 60, 30], (1.0,) * 3, np.round([x - 30, y - 30, z + 60]))
+        streaks = render(patients[1], grid).hu - render(patients[0], grid).hu
+        changes.append(float(streaks.diff(dim=2).abs().mean() / streaks.abs().mean()))
+    assert changes[0] > 0.3
+    assert changes[1] < 0.6 * changes[0]
+
+
 def test_without_metal_there_are_no_streaks() -> None:
     clean, same = pair(quiet(), quiet(scanner={"metal_hu": 900.0}))
     assert torch.equal(clean.hu, same.hu)
