@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cascadeseg.synthesis import anatomy
-from cascadeseg.synthesis.fields import Beads, Slices, common, normalised, splat, within
+from cascadeseg.synthesis.fields import Beads, Slices, common, normalised, smooth_max, splat, within
 from cascadeseg.synthesis.scene import Scene
 from cascadeseg.synthesis.tissue import Tissue
 
@@ -33,8 +33,8 @@ def _dependent_wall(scene: Scene) -> float:
     return -(torso.half_width if scene.upward[0] else torso.half_depth) * scene.scale
 
 
-def _fluid_distance(scene: Scene, side: int) -> Tensor | None:
-    """Coarse distance to pleural fluid (negative inside it), or None."""
+def _fluid_level(scene: Scene, side: int) -> Tensor | None:
+    """Coarse distance to what fluid would fill if nothing held the lung (negative inside it), or None."""
     f = scene.patient.findings
     thick = f.effusion[side] * scene.scale
     if thick <= 0:
@@ -54,6 +54,16 @@ def _fluid_distance(scene: Scene, side: int) -> Tensor | None:
     return fluid
 
 
+def _around_hilum(scene: Scene, side: int, fluid: Tensor) -> Tensor:
+    """The distance to fluid that leaves room for the lung around its hilum, where vessels and bronchi hold it."""
+    patient = scene.patient
+    seed = patient.findings.seed
+    reach = (10 + seed % 11) * scene.scale
+    held = Beads.joined([anatomy.hilar_vessels(patient, side), anatomy.lobar_bronchi(patient, side)])
+    wavy = 2 * scene.coarse_noise(seed + 64 + side, 18.0).clamp(-2, 2)
+    return smooth_max(fluid, reach + wavy - scene.coarse_splat(held, reach + 12), 8.0)
+
+
 def _free_air_distance(scene: Scene, side: int) -> Tensor | None:
     f = scene.patient.findings
     depth = f.pneumothorax[side] * scene.scale
@@ -67,9 +77,9 @@ def _free_air_distance(scene: Scene, side: int) -> Tensor | None:
 def remaining_lung(scene: Scene, part: Slices, side: int, cavity: Tensor) -> Tensor:
     """Distance to the lung that is left in its cavity when fluid and free air have taken their room."""
     distance = cavity.clone()
-    fluid = _fluid_distance(scene, side)
-    if fluid is not None:
-        distance = torch.maximum(distance, scene.up(fluid, part).neg_())
+    level = _fluid_level(scene, side)
+    if level is not None:
+        distance = torch.maximum(distance, scene.up(_around_hilum(scene, side, level), part).neg_())
     air = _free_air_distance(scene, side)
     if air is not None:
         distance = torch.maximum(distance, scene.up(air, part).neg_())
@@ -84,9 +94,12 @@ def paint_cavity(scene: Scene, lung: Lung) -> None:
         grain = scene.noise(f.seed + 20, 12.0, lung.part).mul_(6).add_(f.fluid_hu + 12)
         scene.paint(lung.part, scene.filled(lung.cavity.clone()), grain, Tissue.EMPTY_HEMITHORAX)
         return
-    if f.effusion[side]:
+    level = _fluid_level(scene, side)
+    if level is not None:
         grain = scene.noise(f.seed + 21, 9.0, lung.part).mul_(4).add_(f.fluid_hu)
-        scene.paint(lung.part, scene.filled(lung.cavity.clone()), grain, Tissue.EFFUSION)
+        # A voxel further than it goes: the lung is painted over it, and what was there before must not shine through.
+        fluid = scene.up(_around_hilum(scene, side, level), lung.part).sub_(scene.voxel_mm)
+        scene.paint(lung.part, scene.filled(torch.maximum(lung.cavity, fluid)), grain, Tissue.EFFUSION)
     air = _free_air_distance(scene, side)
     if air is not None:
         free = torch.maximum(lung.cavity, scene.up(air, lung.part))
@@ -215,14 +228,18 @@ def _paint_atelectasis(scene: Scene, lung: Lung, weight: Tensor) -> None:
         wavy = scene.coarse_noise(f.seed + 60, 22.0) * 0.35 * thick
         level = _dependent_wall(scene) + thick * (1.25 - 0.9 * z) + wavy
         band = (level - height) / (3.0 + 0.15 * thick)
-    fluid = _fluid_distance(scene, side)
-    if fluid is not None and f.compression[side]:
+    fluid_level = _fluid_level(scene, side)
+    if fluid_level is not None and f.compression[side]:
+        fluid = _around_hilum(scene, side, fluid_level)
         squeezed = (f.compression[side] * scene.scale - fluid + 3 * scene.coarse_noise(f.seed + 61, 16.0)) / 4
         band = squeezed if band is None else torch.maximum(band, squeezed)
-    if band is None:
+    if band is None and fluid_level is None:
         return
-    dense = scene.up(band, lung.part).clamp_(0, 1).mul_(0.95).mul_(weight)
-    _paint_dense(scene, lung, dense, 62)
+    dense = torch.zeros_like(weight) if band is None else scene.up(band, lung.part).clamp_(0, 1).mul_(0.95)
+    if fluid_level is not None:
+        # What the hilum holds in the fluid has no air at all.
+        dense = torch.maximum(dense, scene.up(fluid_level, lung.part).mul_(-0.25).clamp_(0, 1))
+    _paint_dense(scene, lung, dense.mul_(weight), 62)
 
 
 def _paint_fibrosis(scene: Scene, lung: Lung, weight: Tensor) -> None:
