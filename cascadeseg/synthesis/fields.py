@@ -234,15 +234,23 @@ def splat(beads: Beads, axes: Axes, device: torch.device, reach_mm: float) -> Te
     return out.neg_().reshape(shape)
 
 
-def splat_weight(beads: Beads, axes: Axes, device: torch.device, voxel_mm: float) -> Tensor:
-    """Which part of each voxel thin tubes fill, 0 to 1; tubes thinner than a voxel fill it partly."""
+def splat_weight(
+    beads: Beads, axes: Axes, device: torch.device, voxel_mm: float, strength: Tensor | None = None
+) -> Tensor:
+    """Which part of each voxel thin tubes fill, 0 to 1; tubes thinner than a voxel fill it partly.
+
+    With a ``strength`` (N, 0 to 1) of each bead: the largest product of part and strength.
+    """
     shape = axes.shape
     out = torch.zeros(shape[0] * shape[1] * shape[2], device=device)
-    _scatter(beads, axes, 0.5 * voxel_mm, out, voxel_mm)
+    _scatter(beads, axes, 0.5 * voxel_mm, out, voxel_mm, strength)
     return out.reshape(shape)
 
 
-def _scatter(beads: Beads, axes: Axes, reach_mm: float, out: Tensor, weight_voxel_mm: float | None) -> None:
+def _scatter(
+    beads: Beads, axes: Axes, reach_mm: float, out: Tensor, weight_voxel_mm: float | None,
+    strength: Tensor | None = None,
+) -> None:  # fmt: skip
     """Write the maximum of (radius - distance), or of the filled part, over all beads into a flat volume."""
     if len(beads) == 0:
         return
@@ -252,10 +260,11 @@ def _scatter(beads: Beads, axes: Axes, reach_mm: float, out: Tensor, weight_voxe
     for a, row in enumerate(axes.rows()):
         place[:, a] = (place[:, a] - float(row[0])) / steps[a]
     radii = beads.radii.to(device)
+    strength = torch.ones_like(radii) if strength is None else strength.to(device)
     span = torch.stack([(radii + reach_mm) / s for s in steps], dim=1)
     top = torch.tensor(axes.shape, device=device)
     touching = ((place + span > 0) & (place - span < top - 1)).all(dim=1)
-    place, radii, span = place[touching], radii[touching], span[touching]
+    place, radii, span, strength = place[touching], radii[touching], span[touching], strength[touching]
     if len(radii) == 0:
         return
     # Beads with like footprints go together: the loop is over sizes, not over beads.
@@ -264,11 +273,11 @@ def _scatter(beads: Beads, axes: Axes, reach_mm: float, out: Tensor, weight_voxe
     group = torch.bucketize(size, edges)
     for g in torch.unique(group).tolist():
         chosen = group == g
-        _scatter_group(place[chosen], radii[chosen], span[chosen], axes, steps, out, weight_voxel_mm)
+        _scatter_group(place[chosen], radii[chosen], span[chosen], strength[chosen], axes, steps, out, weight_voxel_mm)
 
 
 def _scatter_group(
-    place: Tensor, radii: Tensor, span: Tensor, axes: Axes, steps: list[float], out: Tensor,
+    place: Tensor, radii: Tensor, span: Tensor, strength: Tensor, axes: Axes, steps: list[float], out: Tensor,
     weight_voxel_mm: float | None,
 ) -> None:  # fmt: skip
     """Beads with one footprint (a box of voxels): distances axis by axis, then one scatter."""
@@ -291,7 +300,7 @@ def _scatter_group(
         flat = indices[0][:, :, None, None] + indices[1][:, None, :, None]
         flat = flat + indices[2][:, None, None, :]
         if weight_voxel_mm is not None:
-            filled = (3.1416 * (r / weight_voxel_mm) ** 2).clamp_(max=1.0)
+            filled = (3.1416 * (r / weight_voxel_mm) ** 2).clamp_(max=1.0).mul_(strength[start : start + chunk])
             value = value.mul_(1 / weight_voxel_mm).add_(0.5).clamp_(0, 1).mul_(filled[:, None, None, None])
         out.scatter_reduce_(0, flat.reshape(-1), value.reshape(-1), "amax")
 

@@ -146,6 +146,7 @@ def paint_lesions(scene: Scene, lung: Lung, weight: Tensor) -> None:
     _paint_atelectasis(scene, lung, weight)
     if f.white[lung.side]:
         _paint_dense(scene, lung, weight * f.white[lung.side], 45)
+    _restore_vessels(scene, lung)
     if lung.bronchi is not None and f.seed % 3:
         # Air bronchograms: what was dense has kept its larger bronchi.
         scene.hu[lung.part].lerp_(torch.full((), -930.0, device=scene.device), lung.bronchi.mul_(0.85))
@@ -156,6 +157,25 @@ def _paint_dense(scene: Scene, lung: Lung, weight: Tensor, key: int) -> None:
     f = scene.patient.findings
     grain = scene.noise(f.seed + key, 7.0, lung.part).mul_(12).add_(f.dense_hu)
     scene.paint(lung.part, weight, grain, Tissue.CONSOLIDATION)
+    _thicken(lung, weight)
+
+
+def _thicken(lung: Lung, dense: Tensor) -> None:
+    """Remember where lung has become dense, over what was so before."""
+    if lung.dense is None:
+        lung.dense = dense.clone()
+    else:
+        lung.dense.lerp_(torch.ones_like(dense), dense)
+
+
+def _restore_vessels(scene: Scene, lung: Lung) -> None:
+    """Dense lung has kept its vessels, but for the thinnest: with contrast medium they stand out in it."""
+    if lung.dense is None or lung.vessels is None or lung.blood is None:
+        return
+    brighter = (lung.blood - scene.patient.findings.dense_hu).clamp_(min=0)
+    shown = lung.dense.mul_(lung.vessels)
+    scene.hu[lung.part] += brighter.mul_(shown)
+    scene.tissue[lung.part].masked_fill_((shown > 0.5) & (brighter > 0), int(Tissue.LUNG_VESSEL))
 
 
 def _place_preference(scene: Scene, side: int) -> Tensor:
@@ -188,6 +208,7 @@ def _paint_patches(
         dense = torch.minimum(dense.mul_(uneven).clamp_(min=0), weight)
     grain = scene.noise(f.seed + key + 8, 5.0, lung.part).mul_(14).add_(f.dense_hu)
     scene.hu[lung.part].lerp_(grain, dense)
+    _thicken(lung, dense)
     scene.tissue[lung.part].masked_fill_((dense > 0.3) & (weight > 0.5), int(tissue))
 
 

@@ -1,9 +1,12 @@
 """What fluid and dense lung leave of the hilum, its vessels and its fat."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
-from cascadeseg.synthesis import Patient, Phantom, Tissue, anatomy, render
+from cascadeseg.synthesis import Patient, Phantom, Tissue, anatomy, render, render_lungs
 from cascadeseg.synthesis.acquisition import grid_axes
 from cascadeseg.synthesis.fields import Beads, splat
 from cascadeseg.synthesis.warp import Warp
@@ -12,8 +15,13 @@ from tests.synthesis.test_artefacts import chest_of, quiet
 CPU = torch.device("cpu")
 
 
-def scanned(patient: Patient, spacing: float = 3.0) -> Phantom:
-    return render(patient, chest_of(patient, spacing=spacing))
+def scanned(patient: Patient) -> Phantom:
+    return render(patient, chest_of(patient, spacing=3.0))
+
+
+def scanned_finely(patient: Patient) -> Phantom:
+    """The middle of the chest."""
+    return render(patient, chest_of(patient, (140, 90, 90), 1.5))
 
 
 def distance_to_hilum(patient: Patient, phantom: Phantom, side: int) -> torch.Tensor:
@@ -51,3 +59,44 @@ def test_a_little_fluid_changes_nothing_where_there_is_none() -> None:
     front = round((patient.torso.offset[1] - little.grid.affine[1, 3]) / 3)
     assert torch.equal(without.labels[:, front:], little.labels[:, front:])
     assert float((without.hu - little.hu)[:, front:].abs().max()) <= 1
+
+
+def sharp(blood: float, **findings: Any) -> Patient:
+    """A patient with so many HU in the pulmonary vessels, and a scanner that hardly blurs them."""
+    scanner = {"blur_mm": 0.3, "sharpening": 0.0, "slice_mm": 1.5, "slice_step": 1.5, "gain": 1.0, "offset_hu": 0.0}
+    patient = quiet(1, scanner, **findings)
+    return replace(patient, hounsfield=replace(patient.hounsfield, pulmonary_blood=blood))
+
+
+def in_vessels(patient: Patient, phantom: Phantom, least: float, most: float) -> torch.Tensor:
+    """HU in the middle of both lungs' own vessels of some radii (body mm), more than 3 mm inside the label."""
+    inside = torch.nn.functional.max_pool3d((phantom.labels == 0)[None].float(), 5, 1, 2)[0] == 0
+    vessels = Beads.joined([render_lungs._branches(patient, side).vessels for side in (0, 1)])
+    vessels = vessels.where((vessels.radii >= least) & (vessels.radii < most))
+    place = phantom.grid.index(Warp(patient).to_world(vessels, CPU).centres.numpy())
+    place = torch.from_numpy(place).round().long()
+    x, y, z = place[((place >= 0) & (place < torch.tensor(phantom.hu.shape))).all(dim=1)].T
+    return phantom.hu[x, y, z][inside[x, y, z]]
+
+
+def test_wide_vessels_of_the_lung_have_the_contrast_of_the_hilum_and_thin_ones_half_of_it() -> None:
+    patient = sharp(400.0)
+    phantom = scanned_finely(patient)
+    wide, narrow, thin = (in_vessels(patient, phantom, *radii) for radii in ((2.2, 9.0), (1.4, 1.6), (0.3, 1.0)))
+    assert 330 < float(wide.median()) <= 402
+    assert 230 < float(narrow.quantile(0.9)) < 340
+    assert float(thin.quantile(0.9)) < 225
+
+
+@pytest.mark.parametrize("findings", [{"white": (1.0, 1.0)}, {"consolidation": 1.0, "consolidation_extent": 1.0}])
+def test_vessels_with_contrast_stand_out_in_dense_lung(findings: dict[str, Any]) -> None:
+    patient = sharp(400.0, dense_hu=40.0, **findings)
+    phantom = scanned_finely(patient)
+    assert torch.equal(phantom.labels, scanned_finely(sharp(400.0)).labels)
+    assert 370 < float(in_vessels(patient, phantom, 2.2, 9.0).median()) <= 402
+    assert float(in_vessels(patient, phantom, 0.3, 0.9).median()) < 60
+
+
+def test_vessels_do_not_darken_dense_lung() -> None:
+    patient = sharp(20.0, dense_hu=90.0, white=(1.0, 1.0))
+    assert 80 < float(in_vessels(patient, scanned_finely(patient), 1.2, 9.0).median()) < 100
