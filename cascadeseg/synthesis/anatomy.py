@@ -593,7 +593,7 @@ def spleen(p: Points, patient: Patient, under: Tensor) -> Tensor:
 
 
 def _under_dome(p: Points, under: Tensor, centre: Sequence[float], radii: Sequence[float], thick: float) -> Tensor:
-    """Distance to the part of an organ that lies against a dome: an ellipse from above, ``thick`` mm of what is below."""
+    """Distance to what of an organ lies against a dome: an ellipse, seen from above, of the ``thick`` mm below it."""
     (x, y, _), (a, b) = p, radii
     across = (((x - centre[0]) / a).square() + ((y - centre[1]) / b).square()).sqrt()
     return torch.maximum((across - 1) * min(a, b), -(under + thick))
