@@ -32,7 +32,7 @@ from cascadeseg.training.preflight import Inspected, scan_and_labels
 
 CPU = torch.device("cpu")
 HILUM_MM, DOME_MM = 16.0, 50.0
-"""How wide a gap in a lung is at most that a locator fills which takes hila for lung."""
+"""How wide the gaps in a lung are that an opinion fills: in some only hila, in others the tops of domes, too."""
 LabelMap = npt.NDArray[np.uint8]
 
 
@@ -255,17 +255,10 @@ def _filled(lungs: Tensor, radius: int) -> Tensor:
 
 
 def _grown(values: Tensor, radius: int) -> Tensor:
-    """(C, X, Y, Z) the largest value of a cube around each voxel, axis by axis: of two voxels, of four, of eight."""
-    width = 2 * radius + 1
-    for axis in (1, 2, 3):
-        beyond = list(values.shape)
-        beyond[axis] = radius
-        nothing = torch.full(beyond, -torch.inf)
-        values, seen = torch.cat([nothing, values, nothing], axis), 1
-        while seen < width:
-            step = min(seen, width - seen)
-            n = values.shape[axis] - step
-            values, seen = torch.maximum(values.narrow(axis, 0, n), values.narrow(axis, step, n)), seen + step
+    """The largest value of a cube around each voxel, axis by axis."""
+    for axis in range(3):
+        reach = [radius * (other == axis) for other in range(3)]
+        values = F.max_pool3d(values[None], [2 * n + 1 for n in reach], stride=1, padding=reach)[0]
     return values
 
 
