@@ -215,7 +215,7 @@ def _fat_on_pleura(scene: Scene, shapes: Shapes) -> Tensor:
     """Coarse distance to the fat between the costal pleura and the muscles: patches, most of them low and behind."""
     torso = scene.patient.torso
     noise = scene.coarse_noise(scene.patient.hounsfield.texture_seed + 7, 22.0)
-    depth = (1.2 + 0.06 * min(torso.fat, 40.0)) * (noise + 1 + _low_behind(scene)).clamp(min=0, max=3)
+    depth = (1.2 + 0.06 * min(torso.fat, 40.0)) * (noise + 1 + 2.2 * _low_behind(scene)).clamp(min=0, max=3.5)
     return torch.maximum(-shapes.cage, shapes.cage - depth * scene.scale)
 
 
@@ -335,13 +335,16 @@ def paint_abdomen(scene: Scene, shapes: Shapes) -> None:
 
 
 def _fat_under_diaphragm(scene: Scene) -> Tensor:
-    """How thick (coarse, mm) the fat between the diaphragm and an organ is: none on the domes, most of it behind."""
+    """How thick (coarse, mm) the fat between the diaphragm and an organ is: none on the domes, most of it behind.
+
+    The liver lies against the diaphragm; there is more fat on the left.
+    """
     patient, (x, _, z) = scene.patient, scene.body
-    top = torch.where(x > 0, *patient.chest.dome)
-    beside = ((top - z - 15) / 25).clamp(0, 1)
+    right, left = patient.chest.dome
+    beside = ((torch.where(x > 0, right - 38, left - 12) - z) / 20).clamp(0, 1)
     noise = scene.coarse_noise(patient.hounsfield.texture_seed + 8, 35.0)
     room = (2.5 + 0.12 * min(patient.torso.fat, 40.0)) * (noise + 5 * _low_behind(scene) - 0.7).clamp(min=0, max=3)
-    return room * beside * scene.scale
+    return room * beside * torch.where(x > 0, 1.0, 1.8) * scene.scale
 
 
 def _paint_hollow(scene: Scene, shape: Tensor, gas: float, middle_y: float, reach: float) -> None:
