@@ -17,7 +17,8 @@ from cascadeseg.synthesis.scanner import Scanner
 if TYPE_CHECKING:
     from cascadeseg.synthesis.patient import Patient
 
-NOISE_TILE = 96
+NOISE_TILE = 160
+"""Voxels after which noise comes again: more than a patch of stage 2 has."""
 MAX_STEP_MM = 2.5
 STREAK_LAYER_MM = 0.5
 """Streaks of slices that overlap from voxel to voxel are made of layers no thicker than this."""

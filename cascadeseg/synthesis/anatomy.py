@@ -469,7 +469,7 @@ def rib_strands(patient: Patient) -> tuple[Beads, Beads]:
             end = len(path) if i > 6 else len(path) - 3
             # A rib is flat: three strands side by side along the height.
             for dz in (-3.2, 0.0, 3.2):
-                bone.append(strand([(x, y, z + dz) for x, y, z in path[: end + 1]], 3.1, step=0.5))
+                bone.append(strand([(x, y, z + dz) for x, y, z in path[: end + 1]], 2.3, step=0.5))
             if i <= 6:
                 for dz in (-3.0, 2.0):
                     cartilage.append(strand([(x, y, z + dz) for x, y, z in path[end:]], 4.6, step=0.5))
@@ -488,8 +488,8 @@ def _rib_path(patient: Patient, s: float, i: int) -> list[tuple[float, float, fl
         z = z0 - drop * ((angle / 2.6) ** 1.25)
         section = cage_section(torch.tensor(z), torso)
         a, front, back = (float(v) for v in (section.a, section.front, section.back))
-        b, c = (front - back) / 2 + 5.5, (front + back) / 2
-        x = (a + 5.5) * abs(math.sin(angle)) ** (2 / n)
+        b, c = (front - back) / 2 + 4.3, (front + back) / 2
+        x = (a + 4.3) * abs(math.sin(angle)) ** (2 / n)
         y = c - b * math.copysign(abs(math.cos(angle)) ** (2 / n), math.cos(angle))
         if y > 0.4 * front:
             y -= torso.pectus * math.exp(-((x / 42) ** 2) - ((z - 0.35 * torso.height) / 75) ** 2)

@@ -21,7 +21,7 @@ class AnatomyConfig:
     child_rate: float = 0.07
     deformity_rate: float = 1.0
     warp: float = 1.0
-    vessel_leaves: int = 900
+    vessel_leaves: int = 1800
 
 
 @dataclass(frozen=True)

@@ -151,6 +151,7 @@ class Hounsfield:
     gravity: float
     texture: tuple[float, float, float, float]
     texture_seed: int
+    rim: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -298,8 +299,8 @@ def _draw_chest(d: Draw, torso: Torso, config: SynthesisConfig) -> Chest:
         roughness=d.uniform(0.5, 2.2),
         ribs_felt=d.uniform(0.2, 1.3),
         tree_seed=d.seed(),
-        leaf=d.uniform(0.28, 0.54),
-        tree_power=d.uniform(2.3, 2.75),
+        leaf=d.uniform(0.42, 0.75),
+        tree_power=d.uniform(2.8, 3.4),
         paratracheal=(d.uniform(-8, 6), d.uniform(-8, 40)),
         paratracheal_front=d.uniform(-10, 14),
         airway_wall=d.uniform(0.5, 1.8),
@@ -382,6 +383,8 @@ def _draw_hounsfield(d: Draw, torso: Torso, config: SynthesisConfig) -> Hounsfie
         gravity=d.about(15, 80, r) + 80 * closed,
         texture=(d.uniform(5, 30) * t, d.uniform(4, 18) * t, d.uniform(6, 30) * t, d.uniform(10, 150) * t),
         texture_seed=d.seed(),
+        rim=0.0,
     )
     any_density = d.chance(config.randomisation.density)
-    return replace(hounsfield, lung=-930 + 330 * d.uniform(0, 1) ** 2) if any_density else hounsfield
+    lung = -930 + 330 * d.uniform(0, 1) ** 2 if any_density else hounsfield.lung
+    return replace(hounsfield, lung=lung, rim=d.about(-5, 50, r))

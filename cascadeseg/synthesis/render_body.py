@@ -189,9 +189,9 @@ def paint_body(scene: Scene, shapes: Shapes) -> None:
     grain = scene.noise(seed + 1, 7.0, part)
     muscle = scene.filled(scene.up(shapes.muscle, part))
     # Sheets of fat between the muscles: wavy layers around the chest, wider in fat people; none between ribs, in arms.
-    layers = (shapes.cage / scene.scale + 5 * scene.coarse_noise(seed + 2, 17.0) + 3).clamp(min=11, max=44) / 11
+    layers = (shapes.cage / scene.scale + 5 * scene.coarse_noise(seed + 2, 17.0) + 7).clamp(min=11, max=44) / 11
     sheets = scene.up(layers, part).frac_().sub_(0.5).abs_()
-    sheets.mul_(-11 * 0.45).add_(0.35 + 0.02 * min(torso.fat, 40.0))
+    sheets.mul_(-11 * 0.45).add_(1.0 + 0.02 * min(torso.fat, 40.0))
     muscle.mul_(sheets.add_(grain, alpha=0.3).clamp_(0, 0.9).neg_().add_(1))
     muscle.mul_(1 - scene.filled(scene.up(_fat_on_pleura(scene, shapes), part)))
     inner = torch.lerp(
@@ -215,7 +215,7 @@ def _fat_on_pleura(scene: Scene, shapes: Shapes) -> Tensor:
     """Coarse distance to the fat between the costal pleura and the muscles: patches, most of them low and behind."""
     torso = scene.patient.torso
     noise = scene.coarse_noise(scene.patient.hounsfield.texture_seed + 7, 22.0)
-    depth = (1.2 + 0.06 * min(torso.fat, 40.0)) * (noise + 1 + 2.2 * _low_behind(scene)).clamp(min=0, max=3.5)
+    depth = (1.2 + 0.06 * min(torso.fat, 40.0)) * (noise + 1 + 1.6 * _low_behind(scene)).clamp(min=0, max=3.5)
     return torch.maximum(-shapes.cage, shapes.cage - depth * scene.scale)
 
 
@@ -271,6 +271,7 @@ def paint_cavities(scene: Scene, shapes: Shapes) -> None:
     scene.shape(shell, hu.deep_fat, Tissue.MEDIASTINUM, 9.0)
     _paint_nodes(scene, shell)
     _paint_beside_spine(scene, shell)
+    _paint_above_apices(scene, shell)
     scene.shape(torch.maximum(shell, shapes.below), hu.muscle, Tissue.DIAPHRAGM)
     belly = normalised(anatomy.abdominal_cavity(scene.body, scene.patient))
     belly = torch.maximum(belly, shapes.below + 3.2)
@@ -311,6 +312,15 @@ def _paint_beside_spine(scene: Scene, shell: Tensor) -> None:
         scene.patient.hounsfield.texture_seed + 5, 15.0
     )
     scene.shape(torch.maximum(shell, behind), scene.patient.hounsfield.muscle, Tissue.MUSCLE, 7.0)
+
+
+def _paint_above_apices(scene: Scene, shell: Tensor) -> None:
+    """On the apices lie scalene muscles and subclavian vessels, with a little fat between, not the mediastinum's."""
+    (x, y, z), hu = scene.body, scene.patient.hounsfield
+    right, left = (anatomy.apex_height(x, y, scene.patient, side) for side in (0, 1))
+    above = torch.where(x > 0, right, left) + 2.5 - z
+    above = torch.maximum(above, 25 - x.abs()) * scene.scale + 5 * scene.coarse_noise(hu.texture_seed + 6, 15.0)
+    scene.shape(torch.maximum(shell, above), hu.muscle, Tissue.MUSCLE, 7.0)
 
 
 def paint_abdomen(scene: Scene, shapes: Shapes) -> None:
@@ -494,7 +504,7 @@ def paint_bones(scene: Scene) -> None:
         distance = splat(world, scene.axes[part], scene.device, scene.voxel_mm)
         marrow = scene.filled(distance + 1.1)
         weight = scene.filled(distance)
-        ends = [torch.full((), v, device=scene.device) for v in (hu.cortical, 0.75 * hu.trabecular)]
+        ends = [torch.full((), v, device=scene.device) for v in (0.75 * hu.cortical, 0.4 * hu.trabecular)]
         scene.paint(part, weight, torch.lerp(ends[0], ends[1], marrow), Tissue.BONE)
     _paint_head(scene)
 

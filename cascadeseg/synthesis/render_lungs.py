@@ -15,7 +15,7 @@ from cascadeseg.synthesis.fields import Beads, Slices, common, smooth_max, splat
 from cascadeseg.synthesis.render_body import Shapes
 from cascadeseg.synthesis.scene import Scene
 from cascadeseg.synthesis.tissue import Tissue
-from cascadeseg.synthesis.trees import Array, grow_tree, tree_beads
+from cascadeseg.synthesis.trees import Array, beads_beside, grow_tree, tree_beads
 
 if TYPE_CHECKING:
     from cascadeseg.synthesis.patient import Patient
@@ -29,6 +29,9 @@ THIN_MM = 1.0
 """Radius (body mm) up to which vessels of the lung are thin: half enhanced, and lost in airless lung."""
 PLAIN_BLOOD = 42.0
 """HU of blood without contrast medium."""
+
+BRONCHUS, BRONCHIAL_WALL = 0.7, (1.12, 0.3)
+"""A bronchus's radius, of that of its artery, and its wall's outer one: so many times that, and mm."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,14 +63,13 @@ def _branches(patient: Patient, side: int) -> Branches:
     artery = grow_tree(rng, artery_root, cloud[:half], chest.leaf, chest.tree_power, 6.0)
     vein = grow_tree(rng, vein_root, cloud[half:], chest.leaf, chest.tree_power, 6.0)
     vessels = Beads.joined([tree_beads(artery), tree_beads(vein)])
-    # Bronchi run beside the arteries, down to about the fifth generation.
-    bronchi = tree_beads(artery, least_leaves=max(8, half // 28), scale=0.7)
-    beside = torch.from_numpy(rng.normal(0, 1, 3)).float()
-    beside = beside / beside.norm()
-    bronchi = Beads(bronchi.centres + beside * (bronchi.radii * 2.0)[:, None], bronchi.radii)
+    # Bronchi run beside the arteries, wall to wall, down to about the fifth generation.
+    towards = rng.normal(0, 1, 3)
+    apart = 1 + BRONCHUS * BRONCHIAL_WALL[0], BRONCHIAL_WALL[1]
+    bronchi = beads_beside(artery, max(8, half // 28), BRONCHUS, towards / np.linalg.norm(towards), apart)
     near = torch.cdist(vessels.centres, roots.float()).amin(dim=1) < 28 * chest.hilum
     central = vessels.where(near & (vessels.radii > chest.hilar_vessel))
-    wall = Beads(bronchi.centres, bronchi.radii * 1.12 + 0.3)
+    wall = Beads(bronchi.centres, bronchi.radii * BRONCHIAL_WALL[0] + BRONCHIAL_WALL[1])
     return Branches(vessels, bronchi, wall, central)
 
 
@@ -203,6 +205,8 @@ def _paint_parenchyma(scene: Scene, lung: Lung, weight: Tensor) -> None:
     base += _gravity(scene) * hu.gravity + hu.lung
     base = pathology.diffuse(scene, lung.side, base)
     value = scene.up(base, lung.part)
+    # Under the pleura lungs are a little denser.
+    value.add_((lung.distance / 6).clamp_(max=0).exp_(), alpha=hu.rim)
     grain = scene.noise(seed + 3, 2.6, lung.part)
     value.add_(grain, alpha=t8)
     # Vessels too small to be drawn one by one.

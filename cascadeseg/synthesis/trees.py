@@ -20,8 +20,12 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Tree:
-    """Segments of a tree: start and end (N, 3), radii at both (N), mm; ``leaves`` (N) ends beyond each segment."""
+    """Segments of a tree: start and end (N, 3), radii at both (N), mm; ``leaves`` (N) ends beyond each segment.
 
+    ``before`` (N, 3) is the unit direction of the segment that each one continues.
+    """
+
+    before: Array
     start: Array
     end: Array
     start_radius: Array
@@ -34,7 +38,8 @@ def grow_tree(rng: np.random.Generator, root: Array, cloud: Array, leaf: float, 
     nodes = root[None].copy()
     group = np.zeros(len(cloud), dtype=np.int64)
     radius = np.array([min(cap, leaf * len(cloud) ** (1 / power))])
-    parts: list[tuple[Array, Array, Array, Array, npt.NDArray[np.int64]]] = []
+    before = _unit(cloud.mean(axis=0, keepdims=True) - nodes)
+    parts: list[tuple[Array, Array, Array, Array, Array, npt.NDArray[np.int64]]] = []
     points = cloud
     while len(points):
         count = np.bincount(group, minlength=len(nodes))
@@ -47,14 +52,20 @@ def grow_tree(rng: np.random.Generator, root: Array, cloud: Array, leaf: float, 
         child = nodes + step * (centroid - nodes) + np.where(count[:, None] > 1, bend * step, 0)
         width = np.minimum(cap, leaf * count ** (1 / power))
         width = np.minimum(width, radius)
-        parts.append((nodes, child, np.minimum(radius, width * 1.25), width, count))
+        parts.append((before, nodes, child, np.minimum(radius, width * 1.25), width, count))
         high = _upper_half(rng, points, group, centroid, count)
         keep = count[group] > 1
         points, pair = points[keep], (2 * group + high)[keep]
         used, group = np.unique(pair, return_inverse=True)
+        before = _unit(child - nodes)[used // 2]
         nodes, radius = child[used // 2], width[used // 2]
     joined = [np.concatenate(column) for column in zip(*parts, strict=True)]
-    return Tree(joined[0], joined[1], joined[2], joined[3], joined[4].astype(np.int64))
+    return Tree(*joined[:5], joined[5].astype(np.int64))
+
+
+def _unit(vectors: Array) -> Array:
+    """(N, 3) of length 1."""
+    return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-9)
 
 
 def _group_mean(points: Array, group: npt.NDArray[np.int64], count: npt.NDArray[np.int64]) -> Array:
@@ -82,7 +93,23 @@ def _upper_half(
 
 def tree_beads(tree: Tree, least_leaves: int = 0, scale: float = 1.0) -> Beads:
     """The segments with at least so many leaves as beads, 0.7 radii (at least 0.45 mm) apart."""
-    use = tree.leaves >= least_leaves
+    centres, radii, _ = _beads(tree, tree.leaves >= least_leaves, scale)
+    return Beads(torch.from_numpy(centres).float(), torch.from_numpy(radii).float())
+
+
+def beads_beside(tree: Tree, least_leaves: int, scale: float, towards: Array, apart: tuple[float, float]) -> Beads:
+    """`tree_beads` of tubes that run beside the tree's own, on the side of ``towards`` (3,).
+
+    The axes are ``apart`` apart: so many of the tree's radii, and mm.
+    """
+    centres, radii, along = _beads(tree, tree.leaves >= least_leaves, scale)
+    across = _unit(towards - along * (along @ towards)[:, None])
+    centres = centres + across * (apart[0] * radii / scale + apart[1])[:, None]
+    return Beads(torch.from_numpy(centres).float(), torch.from_numpy(radii).float())
+
+
+def _beads(tree: Tree, use: npt.NDArray[np.bool_], scale: float) -> tuple[Array, Array, Array]:
+    """Centres (N, 3), radii (N) and unit directions (N, 3), which turn steadily from segment to segment."""
     start, end = tree.start[use], tree.end[use]
     r0, r1 = tree.start_radius[use] * scale, tree.end_radius[use] * scale
     length = np.linalg.norm(end - start, axis=1)
@@ -92,4 +119,5 @@ def tree_beads(tree: Tree, least_leaves: int = 0, scale: float = 1.0) -> Beads:
     u = (np.arange(len(segment)) - first[segment]) / (count[segment] - 1)
     centres = start[segment] + u[:, None] * (end - start)[segment]
     radii = r0[segment] + u * (r1 - r0)[segment]
-    return Beads(torch.from_numpy(centres).float(), torch.from_numpy(radii).float())
+    before, own = tree.before[use][segment], _unit(end - start)[segment]
+    return centres, radii, _unit(before + u[:, None] * (own - before))

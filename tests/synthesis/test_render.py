@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from cascadeseg.geometry import Box, Grid
 from cascadeseg.synthesis import PRESETS, Patient, Tissue, render, sample_patient
+from cascadeseg.synthesis.trees import beads_beside, grow_tree, tree_beads
 
 SPACING = 5.0
 
@@ -278,3 +279,60 @@ def span_of(mask: torch.Tensor, axis: int) -> torch.Tensor:
     """Places along an axis: 0 where a mask begins, 1 where it ends."""
     rows = torch.nonzero(mask.movedim(axis, 0).flatten(1).any(dim=1)).flatten()
     return (torch.arange(mask.shape[axis]) - rows[0]) / (rows[-1] - rows[0])
+
+
+def test_lungs_hold_as_many_vessels_as_scans_show() -> None:
+    # 12 to 25 mm deep in the lungs of five scans 5 to 8 % of the voxels are 200 HU and more above the lungs' median.
+    shares = []
+    for seed in (7000, 7001):
+        patient = sample_patient(seed, PRESETS["healthy"])
+        phantom = render(patient, around_the_chest(patient, 2.0))
+        lungs = phantom.labels > 0
+        outside = (~lungs).float()[None]
+        deep, deeper = (F.max_pool3d(outside, mm + 1, 1, mm // 2)[0] == 0 for mm in (12, 24))
+        hu = phantom.hu[deep & ~deeper]
+        shares.append(float((hu > phantom.hu[lungs].median() + 200).float().mean()))
+    assert 0.035 < np.median(shares) < 0.1
+
+
+def test_bronchi_run_beside_their_arteries() -> None:
+    rng = np.random.default_rng(5)
+    tree = grow_tree(rng, np.zeros(3), rng.uniform((20, -60, -90), (90, 60, 90), (900, 3)), 0.6, 3.0, 6.0)
+    arteries, side = tree_beads(tree), np.array([0.6, 0.0, 0.8])
+    bronchi = beads_beside(tree, 30, 0.7, side, (1.8, 0.3))
+    assert len(bronchi.centres) > 200
+    outside = (torch.cdist(bronchi.centres, arteries.centres) - arteries.radii).amin(dim=1)
+    # But for those that a branch of the artery crosses.
+    assert float((outside < 0).float().mean()) < 0.08
+    assert float((outside < 0.5 + 1.2 * bronchi.radii).float().mean()) > 0.95
+
+
+def test_muscles_not_fat_lie_on_the_apices() -> None:
+    # 4 to 7 mm outside the apices of five scans 19 % is fat (median).
+    shares = []
+    for seed in (7000, 7001, 7003):
+        patient = sample_patient(seed, PRESETS["healthy"])
+        phantom = render(patient, around_the_chest(patient, 3.0))
+        for side in (1, 2):
+            lung = phantom.labels == side
+            top = lung.shape[2] - 1 - lung.flip(2).byte().argmax(dim=2)
+            x, y = torch.nonzero(lung.any(dim=2), as_tuple=True)
+            high = top[x, y] > top[x, y].max() - 3
+            x, y = x[high], y[high]
+            above = phantom.hu[x, y, top[x, y] + 2]
+            shares.append(float(((above > -150) & (above < -30)).float().mean()))
+    assert np.median(shares) < 0.3
+
+
+def test_lungs_are_denser_under_the_pleura() -> None:
+    patient = sample_patient(7001, PRESETS["healthy"])
+    grid = around_the_chest(patient, 3.0)
+    plain, denser = (
+        render(replace(patient, hounsfield=replace(patient.hounsfield, rim=hu)), grid) for hu in (0.0, 50.0)
+    )
+    assert torch.equal(plain.labels, denser.labels)
+    lungs = (plain.labels > 0).float()[None]
+    inner = [-F.max_pool3d(-lungs, 2 * n + 1, 1, n)[0] > 0 for n in (1, 2, 8)]
+    more = denser.hu - plain.hu
+    assert 18 < float(more[inner[0] & ~inner[1]].median()) < 40
+    assert float(more[inner[2]].median()) < 12
