@@ -60,12 +60,13 @@ def grow_tree(rng: np.random.Generator, root: Array, cloud: Array, leaf: float, 
         before = _unit(child - nodes)[used // 2]
         nodes, radius = child[used // 2], width[used // 2]
     joined = [np.concatenate(column) for column in zip(*parts, strict=True)]
-    return Tree(*joined[:5], joined[5].astype(np.int64))
+    return Tree(joined[0], joined[1], joined[2], joined[3], joined[4], joined[5].astype(np.int64))
 
 
 def _unit(vectors: Array) -> Array:
     """(N, 3) of length 1."""
-    return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-9)
+    unit: Array = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-9)
+    return unit
 
 
 def _group_mean(points: Array, group: npt.NDArray[np.int64], count: npt.NDArray[np.int64]) -> Array:
