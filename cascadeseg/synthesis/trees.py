@@ -92,25 +92,27 @@ def _upper_half(
     return (rank >= (count[group] + 1) // 2).astype(np.int64)
 
 
-def tree_beads(tree: Tree, least_leaves: int = 0, scale: float = 1.0) -> Beads:
-    """The segments with at least so many leaves as beads, 0.7 radii (at least 0.45 mm) apart."""
-    centres, radii, _ = _beads(tree, tree.leaves >= least_leaves, scale)
+def tree_beads(tree: Tree) -> Beads:
+    """The segments as beads, 0.7 radii (at least 0.45 mm) apart."""
+    centres, radii, _ = _beads(tree)
     return Beads(torch.from_numpy(centres).float(), torch.from_numpy(radii).float())
 
 
 def beads_beside(tree: Tree, least_leaves: int, scale: float, towards: Array, apart: tuple[float, float]) -> Beads:
-    """`tree_beads` of tubes that run beside the tree's own, on the side of ``towards`` (3,).
+    """Beads of tubes beside the segments that have at least so many leaves, on the side of ``towards`` (3,).
 
-    The axes are ``apart`` apart: so many of the tree's radii, and mm.
+    They are ``scale`` times as wide as the segments; the axes are ``apart`` apart: so many of the segments' radii, and
+    mm.
     """
-    centres, radii, along = _beads(tree, tree.leaves >= least_leaves, scale)
+    centres, radii, along = _beads(tree, least_leaves, scale)
     across = _unit(towards - along * (along @ towards)[:, None])
     centres = centres + across * (apart[0] * radii / scale + apart[1])[:, None]
     return Beads(torch.from_numpy(centres).float(), torch.from_numpy(radii).float())
 
 
-def _beads(tree: Tree, use: npt.NDArray[np.bool_], scale: float) -> tuple[Array, Array, Array]:
+def _beads(tree: Tree, least_leaves: int = 0, scale: float = 1.0) -> tuple[Array, Array, Array]:
     """Centres (N, 3), radii (N) and unit directions (N, 3), which turn steadily from segment to segment."""
+    use = tree.leaves >= least_leaves
     start, end = tree.start[use], tree.end[use]
     r0, r1 = tree.start_radius[use] * scale, tree.end_radius[use] * scale
     length = np.linalg.norm(end - start, axis=1)
