@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -449,6 +450,19 @@ def lung_part(p: Points, patient: Patient, side: int) -> Tensor:
 
 
 # ---------------------------------------------------------------- bones
+
+
+def points_inside(rng: np.random.Generator, patient: Patient, side: int, count: int) -> npt.NDArray[np.float64]:
+    """``count`` points (N, 3) spread over one lung: fewer where it is much smaller than its box."""
+    torso, s = patient.torso, SIDES[side]
+    low = np.array([0.0, -torso.half_depth, -120.0])
+    high = np.array([torso.half_width, torso.half_depth, torso.height])
+    p = low + (high - low) * rng.random((count * 8, 3))
+    p[:, 0] *= s
+    x, y, z = (torch.from_numpy(p[:, a]).float() for a in range(3))
+    inside = lung_part((x, y, z), patient, side) < -1.5
+    chosen: npt.NDArray[np.float64] = p[inside.numpy()][:count]
+    return chosen
 
 
 def vertebral_heights(patient: Patient) -> list[float]:

@@ -47,12 +47,6 @@ class Draw:
         p = None if weights is None else np.asarray(weights, dtype=np.float64) / np.sum(weights)
         return values[int(self._rng.choice(len(values), p=p))]
 
-    def direction(self) -> tuple[float, float, float]:
-        """A unit vector, uniform on the sphere."""
-        v = self._rng.standard_normal(3)
-        v /= np.linalg.norm(v)
-        return float(v[0]), float(v[1]), float(v[2])
-
     def seed(self) -> int:
         """A seed for a random field."""
         return int(self._rng.integers(2**31))

@@ -12,16 +12,20 @@ Pair = tuple[float, float]
 
 @dataclass(frozen=True)
 class Lesion:
-    """A nodule or mass: its place is a fraction of the lung's depth, resolved when the lungs are known."""
+    """A nodule or mass; its place is drawn when the lungs are known.
+
+    ``rim`` is one near the pleura, ``hilar`` one at a vessel of the hilum; what ``grows`` does not end at the pleura.
+    """
 
     side: int
-    place: tuple[float, float, float]
     radius: float
     hu: float
     cavity: float
     lobulation: float
     ground_glass: bool
     rim: bool
+    hilar: bool
+    grows: bool
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class Findings:
         pneumothorax: depth of free air at the non-dependent wall.
         missing: 1 where the lung was removed or never grew.
         raised: how far the dome is raised.
-        pleura: thickness of plaques and fat on the costal pleura.
+        pleura: thickness of plaques or fat on the costal pleura.
         devices: names of lines, tubes and implants.
         wall_air: gas between the muscles of the chest wall: the side, and its strength (0: none).
         dependent: density of the lowest lung at the wall (weight, 0 for none), and the depth in which it fades.
@@ -157,13 +161,14 @@ def _draw_lesions(d: Draw, rate: float) -> tuple[Lesion, ...]:
     return tuple(
         Lesion(
             side=d.integer(0, 1),
-            place=d.direction(),
             radius=d.lognormal(12 if few else 6, 0.7, 2.5, 48),
             hu=d.normal(38, 18),
             cavity=d.uniform(0.3, 0.75) if d.chance(0.1) else 0.0,
             lobulation=d.uniform(0.05, 0.35),
             ground_glass=d.chance(0.12),
             rim=d.chance(0.45),
+            hilar=d.chance(0.18),
+            grows=d.chance(0.5),
         )
         for _ in range(count)
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,10 +14,14 @@ from cascadeseg.synthesis.scene import Scene
 from cascadeseg.synthesis.tissue import Tissue
 
 if TYPE_CHECKING:
+    from cascadeseg.synthesis.patient import Patient
     from cascadeseg.synthesis.render_lungs import Lung
 
 MOST_UNEVEN = 0.25
 """Relative spread of how dense partly aerated lung is."""
+GROWS_MM = 12.0
+"""Radius (body mm) from which a mass may grow beyond the lung."""
+GROWN_INTO = Tissue.FAT, Tissue.MUSCLE, Tissue.MEDIASTINUM, Tissue.DIAPHRAGM, Tissue.PLEURA
 
 
 def _sideways(scene: Scene) -> tuple[Tensor, Tensor]:
@@ -90,6 +95,7 @@ def paint_cavity(scene: Scene, lung: Lung) -> None:
     """What fills the pleural cavity beside the lung: fluid, free air, or all of it where the lung is missing."""
     f = scene.patient.findings
     side = lung.side
+    _paint_plaques(scene, lung)
     if f.missing[side]:
         grain = scene.noise(f.seed + 20, 12.0, lung.part).mul_(6).add_(f.fluid_hu + 12)
         scene.paint(lung.part, scene.filled(lung.cavity.clone()), grain, Tissue.EMPTY_HEMITHORAX)
@@ -104,6 +110,19 @@ def paint_cavity(scene: Scene, lung: Lung) -> None:
     if air is not None:
         free = torch.maximum(lung.cavity, scene.up(air, lung.part))
         scene.paint(lung.part, scene.filled(free), scene.patient.hounsfield.air + 4, Tissue.PNEUMOTHORAX)
+
+
+def _paint_plaques(scene: Scene, lung: Lung) -> None:
+    """Thickened pleura, in two of five patients fat alone: soft tissue, in half of the others with specks of chalk."""
+    seed = scene.patient.findings.seed
+    if lung.pleura is None or seed % 5 < 2:
+        return
+    value = scene.noise(seed + 16, 8.0, lung.part)
+    chalk = ((value - 1.2) * 4).clamp_(0, 1) if seed % 2 else None
+    value = value.mul_(8).add_(30 + seed % 31)
+    if chalk is not None:
+        value.lerp_(torch.full((), 300.0 + seed % 500, device=scene.device), chalk)
+    scene.paint(lung.part, scene.filled(lung.pleura.clone()), value, Tissue.PLEURA)
 
 
 def diffuse(scene: Scene, side: int, base: Tensor) -> Tensor:
@@ -308,12 +327,10 @@ def _paint_bullae(scene: Scene, lung: Lung, weight: Tensor) -> None:
 def _paint_nodules(scene: Scene, lung: Lung, weight: Tensor) -> None:
     """Nodules and masses: lumpy spheres, some with a cavity, some of ground glass only."""
     f = scene.patient.findings
-    middle, half = _lung_frame(scene, lung.side)
     for number, lesion in enumerate(f.lesions):
-        if lesion.side != lung.side:
+        centre = _place(scene.patient, number) if lesion.side == lung.side else None
+        if centre is None:
             continue
-        depth = 0.97 if lesion.rim else 0.62
-        centre = middle + torch.tensor(lesion.place) * half * depth
         generator = torch.Generator().manual_seed(f.seed + 90 + number)
         bumps = torch.randn((9, 3), generator=generator)
         bumps = bumps / bumps.norm(dim=1, keepdim=True)
@@ -324,15 +341,35 @@ def _paint_nodules(scene: Scene, lung: Lung, weight: Tensor) -> None:
         _paint_nodule(scene, lung, weight, scene.world(Beads(centres, radii)), number)
 
 
+def _place(patient: Patient, number: int) -> Tensor | None:
+    """The middle of a lesion (body mm): anywhere in the lung, near its pleura or at a vessel of its hilum."""
+    lesion = patient.findings.lesions[number]
+    rng = np.random.default_rng([patient.findings.seed, number])
+    if lesion.hilar:
+        vessels = anatomy.hilar_vessels(patient, lesion.side).centres
+        return vessels[int(rng.integers(len(vessels)))]
+    places = torch.from_numpy(anatomy.points_inside(rng, patient, lesion.side, 24)).float()
+    if not len(places):
+        return None
+    x, y, z = places.unbind(1)
+    return places[int(anatomy.lung_part((x, y, z), patient, lesion.side).argmax())] if lesion.rim else places[0]
+
+
 def _paint_nodule(scene: Scene, lung: Lung, weight: Tensor, beads: Beads, number: int) -> None:
     f = scene.patient.findings
     lesion = f.lesions[number]
     part = scene.box_of(beads, 6.0)
-    box = None if part is None else common(part, lung.part)
+    if part is None:
+        return
+    distance = splat(beads, scene.axes[part], scene.device, 6.0)
+    distance.add_(scene.noise(f.seed + 130, 5.0, part), alpha=0.8)
+    if lesion.grows and lesion.radius > GROWS_MM and not lesion.ground_glass:
+        soft = torch.isin(scene.tissue[part], torch.tensor(GROWN_INTO, dtype=torch.uint8, device=scene.device))
+        scene.paint(part, scene.filled(distance.clone()).mul_(soft), lesion.hu, Tissue.NODULE)
+    box = common(part, lung.part)
     if box is None:
         return
-    distance = splat(beads, scene.axes[box], scene.device, 6.0)
-    distance.add_(scene.noise(f.seed + 130, 5.0, box), alpha=0.8)
+    distance = distance[within(box, part)]
     inside = weight[within(box, lung.part)]
     body = scene.filled(distance.clone()).mul_(inside)
     if lesion.ground_glass:

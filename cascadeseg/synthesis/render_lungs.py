@@ -15,7 +15,7 @@ from cascadeseg.synthesis.fields import Beads, Slices, common, smooth_max, splat
 from cascadeseg.synthesis.render_body import Shapes
 from cascadeseg.synthesis.scene import Scene
 from cascadeseg.synthesis.tissue import Tissue
-from cascadeseg.synthesis.trees import Array, beads_beside, grow_tree, tree_beads
+from cascadeseg.synthesis.trees import beads_beside, grow_tree, tree_beads
 
 if TYPE_CHECKING:
     from cascadeseg.synthesis.patient import Patient
@@ -49,7 +49,7 @@ def _branches(patient: Patient, side: int) -> Branches:
     """Grow artery, vein and bronchi of one lung in body space (kept for the next box of the same patient)."""
     chest, s = patient.chest, anatomy.SIDES[side]
     rng = np.random.default_rng([chest.tree_seed, side])
-    cloud = _points_inside(rng, patient, side, patient.config.anatomy.vessel_leaves * 2 + 60)
+    cloud = anatomy.points_inside(rng, patient, side, patient.config.anatomy.vessel_leaves * 2 + 60)
     if len(cloud) < 40:
         empty = Beads.joined([])
         return Branches(empty, empty, empty, empty)
@@ -73,31 +73,20 @@ def _branches(patient: Patient, side: int) -> Branches:
     return Branches(vessels, bronchi, wall, central)
 
 
-def _points_inside(rng: np.random.Generator, patient: Patient, side: int, count: int) -> Array:
-    """``count`` points spread over one lung (body space)."""
-    torso, s = patient.torso, anatomy.SIDES[side]
-    low = np.array([0.0, -torso.half_depth, -120.0])
-    high = np.array([torso.half_width, torso.half_depth, torso.height])
-    p = low + (high - low) * rng.random((count * 8, 3))
-    p[:, 0] *= s
-    x, y, z = (torch.from_numpy(p[:, a]).float() for a in range(3))
-    inside = anatomy.lung_part((x, y, z), patient, side) < -1.5
-    chosen: Array = p[inside.numpy()][:count]
-    return chosen
-
-
 @dataclass(eq=False)
 class Lung:
     """One lung while it is painted: its box, and the distances (mm) to it and to its pleural cavity.
 
-    ``bronchi`` is which part of each voxel the bronchi inside the lung and its hilum fill, ``vessels`` the same of its
-    vessels, but for the thinnest, and ``blood`` the HU in these. ``dense`` is how dense lesions have made it.
+    ``pleura`` is the distance to thickened pleura. ``bronchi`` is which part of each voxel the bronchi inside the lung
+    and its hilum fill, ``vessels`` the same of its vessels, but for the thinnest, and ``blood`` the HU in these.
+    ``dense`` is how dense lesions have made it.
     """
 
     side: int
     part: Slices
     distance: Tensor
     cavity: Tensor
+    pleura: Tensor | None = None
     bronchi: Tensor | None = None
     vessels: Tensor | None = None
     blood: Tensor | None = None
@@ -141,17 +130,21 @@ def _lung(scene: Scene, shapes: Shapes, side: int) -> Lung | None:
     if part is None:
         return None
     ribs = shapes.cage + scene.coarse_noise(patient.chest.tree_seed + 4, 12.0) * patient.chest.ribs_felt
+    below, above = scene.up(shapes.diaphragm[side], part), scene.up(apex, part)
+    between = scene.up(mediastinum, part).neg_()
+    septum = scene.up(across, part).add_(0.5 * patient.chest.septum * k)
+
+    def within_ribs(ribs: Tensor) -> Tensor:
+        cavity = smooth_max(torch.maximum(scene.up(ribs, part), below), above, 8.0)
+        return torch.maximum(smooth_max(cavity, between, patient.chest.corner), septum)
+
+    cavity, pleura = within_ribs(ribs), None
     if patient.findings.pleura:
         plaques = (scene.coarse_noise(patient.findings.seed + 15, 24.0) - 0.6).clamp_(0, 1)
-        ribs = ribs + plaques * patient.findings.pleura * k
-    wall = scene.up(ribs, part)
-    cavity = torch.maximum(wall, scene.up(shapes.diaphragm[side], part))
-    cavity = smooth_max(cavity, scene.up(apex, part), 8.0)
-    cavity = smooth_max(cavity, scene.up(mediastinum, part).neg_(), patient.chest.corner)
-    septum = scene.up(across, part).add_(0.5 * patient.chest.septum * k)
-    cavity = torch.maximum(cavity, septum)
+        whole, cavity = cavity, within_ribs(ribs + plaques * patient.findings.pleura * k)
+        pleura = torch.maximum(whole, -cavity)
     distance = pathology.remaining_lung(scene, part, side, cavity)
-    return Lung(side, part, distance, cavity)
+    return Lung(side, part, distance, cavity, pleura)
 
 
 def _central_structures(scene: Scene) -> tuple[Slices, Tensor] | None:

@@ -47,5 +47,6 @@ class Tissue(IntEnum):
     EFFUSION = 50
     PNEUMOTHORAX = 51
     EMPTY_HEMITHORAX = 52
+    PLEURA = 53
     DEVICE = 60
     METAL = 61

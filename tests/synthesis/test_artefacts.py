@@ -12,7 +12,8 @@ import SimpleITK
 import torch
 
 from cascadeseg.geometry import Box, Grid
-from cascadeseg.synthesis import PRESETS, Patient, Phantom, Tissue, anatomy, render, sample_patient
+from cascadeseg.synthesis import PRESETS, Patient, Phantom, Tissue, anatomy, pathology, render, sample_patient
+from cascadeseg.synthesis.findings import Lesion
 
 SPACING = 6.0
 METAL = ("pacemaker", "spinal_rods", "sternal_wires", "clips", "dental", "shoulder_prosthesis", "hip_prosthesis")
@@ -445,3 +446,51 @@ def test_gas_of_the_colon_on_the_left_is_near_the_ribs() -> None:
             medians.append(4.0 * float(np.median(to_bone[gas])))
     assert len(medians) >= 4
     assert np.median(medians) < 32
+
+
+def test_lesions_lie_in_their_lung_at_any_depth_or_at_its_hilum() -> None:
+    depths: dict[bool, list[float]] = {False: [], True: []}
+    hilar = 0
+    for seed in range(5000, 5040):
+        patient = sample_patient(seed, PRESETS["oncology"])
+        for number, lesion in enumerate(patient.findings.lesions):
+            place = pathology._place(patient, number)
+            assert place is not None
+            if lesion.hilar:
+                hilar += 1
+                continue
+            x, y, z = place[:, None]
+            depth = -float(anatomy.lung_part((x, y, z), patient, lesion.side))
+            assert depth > 0
+            depths[lesion.rim].append(depth)
+    assert hilar > 15
+    assert np.median(depths[True]) < 5 < 10 < np.median(depths[False])
+
+
+def test_masses_grow_beyond_the_lung_and_not_their_label() -> None:
+    patient = quiet()
+    mass = Lesion(
+        0, radius=25.0, hu=40.0, cavity=0.0, lobulation=0.1, ground_glass=False, rim=True, hilar=False, grows=True
+    )
+    beyond = []
+    for grows in (False, True):
+        findings = replace(patient.findings, lesions=(replace(mass, grows=grows),))
+        phantom = render(replace(patient, findings=findings), chest_of(patient, spacing=3.0))
+        beyond.append((phantom, (phantom.tissues == int(Tissue.NODULE)) & (phantom.labels == 0)))
+    (stays, out), (grown, further) = beyond
+    assert torch.equal(stays.labels, grown.labels)
+    assert int(out.sum()) * 27 < 500 < 5000 < int(further.sum()) * 27
+
+
+@pytest.mark.parametrize(("draw", "kind"), [(0, "fat"), (2, "soft"), (3, "chalk")])
+def test_thickened_pleura_is_fat_or_soft_or_has_chalk_in_it(draw: int, kind: str) -> None:
+    patient = quiet()
+    findings = replace(patient.findings, pleura=9.0, seed=70 + draw)
+    plain, thick = pair(patient, replace(patient, findings=findings), spacing=3.0)
+    band = (plain.labels == 1) & (thick.labels == 0)
+    assert int(band.sum()) * 27 > 20_000
+    pleura = thick.tissues == int(Tissue.PLEURA)
+    assert bool(pleura.any()) == (kind != "fat")
+    hu = thick.hu[band]
+    assert (float(hu.median()) < -20) == (kind == "fat")
+    assert bool((thick.hu[pleura] > 200).any()) == (kind == "chalk")
