@@ -797,7 +797,7 @@ def test_crops_of_files_come_from_boxes_like_stage_1s_mistakes(folder, tmp_path)
 
 
 def test_imagined_opinions_take_solid_tissue_for_lung_in_some_patients_and_leave_dense_lung_out_in_some():
-    scan, labels = SyntheticPatient(3, "healthy", LabelNames()).whole(8.0)
+    scan, labels = SyntheticPatient(6, "healthy", LabelNames()).whole(8.0)
     lungs = labels_on(labels, scan.grid, coarse_grid(scan, View(8.0))) > 0
     beyond = F.max_pool3d(lungs[None].float(), 5, stride=1, padding=2)[0] == 0
     image = resample_scan(scan, coarse_grid(scan, View(8.0)), View(8.0), torch.device("cpu"))
