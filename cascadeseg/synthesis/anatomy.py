@@ -449,9 +449,6 @@ def lung_part(p: Points, patient: Patient, side: int) -> Tensor:
     return torch.maximum(outside, -SIDES[side] * (displaced(p, patient)[0] - patient.chest.junction_x))
 
 
-# ---------------------------------------------------------------- bones
-
-
 def points_inside(rng: np.random.Generator, patient: Patient, side: int, count: int) -> npt.NDArray[np.float64]:
     """``count`` points (N, 3) spread over one lung: fewer where it is much smaller than its box."""
     torso, s = patient.torso, SIDES[side]
@@ -463,6 +460,9 @@ def points_inside(rng: np.random.Generator, patient: Patient, side: int, count: 
     inside = lung_part((x, y, z), patient, side) < -1.5
     chosen: npt.NDArray[np.float64] = p[inside.numpy()][:count]
     return chosen
+
+
+# ---------------------------------------------------------------- bones
 
 
 def vertebral_heights(patient: Patient) -> list[float]:

@@ -326,19 +326,42 @@ def _paint_bullae(scene: Scene, lung: Lung, weight: Tensor) -> None:
 
 def _paint_nodules(scene: Scene, lung: Lung, weight: Tensor) -> None:
     """Nodules and masses: lumpy spheres, some with a cavity, some of ground glass only."""
-    f = scene.patient.findings
-    for number, lesion in enumerate(f.lesions):
-        centre = _place(scene.patient, number) if lesion.side == lung.side else None
-        if centre is None:
+    for number, lesion in enumerate(scene.patient.findings.lesions):
+        if lesion.side == lung.side:
+            _paint_nodule(scene, lung, weight, number)
+
+
+def paint_growths(scene: Scene, side: int) -> None:
+    """What masses of one lung will fill beyond it; a box may hold this and nothing of the lung."""
+    for number, lesion in enumerate(scene.patient.findings.lesions):
+        grows = lesion.grows and lesion.radius > GROWS_MM and not lesion.ground_glass
+        shape = _lesion(scene, number) if lesion.side == side and grows else None
+        if shape is None:
             continue
-        generator = torch.Generator().manual_seed(f.seed + 90 + number)
-        bumps = torch.randn((9, 3), generator=generator)
-        bumps = bumps / bumps.norm(dim=1, keepdim=True)
-        centres = torch.cat([centre[None], centre + bumps * lesion.radius * (0.3 + lesion.lobulation)])
-        radii = torch.cat(
-            [torch.tensor([lesion.radius]), lesion.radius * (0.55 + 0.25 * torch.rand(9, generator=generator))]
-        )
-        _paint_nodule(scene, lung, weight, scene.world(Beads(centres, radii)), number)
+        part, distance = shape
+        soft = torch.isin(scene.tissue[part], torch.tensor(GROWN_INTO, dtype=torch.uint8, device=scene.device))
+        scene.paint(part, scene.filled(distance).mul_(soft), lesion.hu, Tissue.NODULE)
+
+
+def _lesion(scene: Scene, number: int) -> tuple[Slices, Tensor] | None:
+    """The box of a nodule or mass, and the distance (mm) to it there."""
+    f = scene.patient.findings
+    lesion, centre = f.lesions[number], _place(scene.patient, number)
+    if centre is None:
+        return None
+    generator = torch.Generator().manual_seed(f.seed + 90 + number)
+    bumps = torch.randn((9, 3), generator=generator)
+    bumps = bumps / bumps.norm(dim=1, keepdim=True)
+    centres = torch.cat([centre[None], centre + bumps * lesion.radius * (0.3 + lesion.lobulation)])
+    radii = torch.cat(
+        [torch.tensor([lesion.radius]), lesion.radius * (0.55 + 0.25 * torch.rand(9, generator=generator))]
+    )
+    beads = scene.world(Beads(centres, radii))
+    part = scene.box_of(beads, 6.0)
+    if part is None:
+        return None
+    distance = splat(beads, scene.axes[part], scene.device, 6.0)
+    return part, distance.add_(scene.noise(f.seed + 130, 5.0, part), alpha=0.8)
 
 
 def _place(patient: Patient, number: int) -> Tensor | None:
@@ -355,21 +378,12 @@ def _place(patient: Patient, number: int) -> Tensor | None:
     return places[int(anatomy.lung_part((x, y, z), patient, lesion.side).argmax())] if lesion.rim else places[0]
 
 
-def _paint_nodule(scene: Scene, lung: Lung, weight: Tensor, beads: Beads, number: int) -> None:
-    f = scene.patient.findings
-    lesion = f.lesions[number]
-    part = scene.box_of(beads, 6.0)
-    if part is None:
+def _paint_nodule(scene: Scene, lung: Lung, weight: Tensor, number: int) -> None:
+    lesion, shape = scene.patient.findings.lesions[number], _lesion(scene, number)
+    box = common(shape[0], lung.part) if shape else None
+    if shape is None or box is None:
         return
-    distance = splat(beads, scene.axes[part], scene.device, 6.0)
-    distance.add_(scene.noise(f.seed + 130, 5.0, part), alpha=0.8)
-    if lesion.grows and lesion.radius > GROWS_MM and not lesion.ground_glass:
-        soft = torch.isin(scene.tissue[part], torch.tensor(GROWN_INTO, dtype=torch.uint8, device=scene.device))
-        scene.paint(part, scene.filled(distance.clone()).mul_(soft), lesion.hu, Tissue.NODULE)
-    box = common(part, lung.part)
-    if box is None:
-        return
-    distance = distance[within(box, part)]
+    distance = shape[1][within(box, shape[0])]
     inside = weight[within(box, lung.part)]
     body = scene.filled(distance.clone()).mul_(inside)
     if lesion.ground_glass:

@@ -98,6 +98,9 @@ def paint_lungs(scene: Scene, shapes: Shapes) -> Tensor:
     labels = torch.zeros(scene.axes.shape, dtype=torch.uint8, device=scene.device)
     excluded = _central_structures(scene)
     for side in (0, 1):
+        if not scene.patient.findings.missing[side]:
+            pathology.paint_growths(scene, side)
+    for side in (0, 1):
         lung = _lung(scene, shapes, side)
         if lung is None:
             continue

@@ -470,7 +470,7 @@ def test_lesions_lie_in_their_lung_at_any_depth_or_at_its_hilum() -> None:
 def test_masses_grow_beyond_the_lung_and_not_their_label() -> None:
     patient = quiet()
     mass = Lesion(
-        0, radius=25.0, hu=40.0, cavity=0.0, lobulation=0.1, ground_glass=False, rim=True, hilar=False, grows=True
+        0, radius=45.0, hu=40.0, cavity=0.0, lobulation=0.1, ground_glass=False, rim=True, hilar=False, grows=True
     )
     beyond = []
     for grows in (False, True):
@@ -480,6 +480,12 @@ def test_masses_grow_beyond_the_lung_and_not_their_label() -> None:
     (stays, out), (grown, further) = beyond
     assert torch.equal(stays.labels, grown.labels)
     assert int(out.sum()) * 27 < 500 < 5000 < int(further.sum()) * 27
+    # What has grown out is there in a box that holds nothing of the lung.
+    bare = further & (torch.nn.functional.max_pool3d((grown.labels > 0)[None].float(), 13, 1, 6)[0] == 0)
+    start = torch.nonzero(bare)[0].tolist()
+    box = Box(tuple(start), tuple(n + 1 for n in start))
+    alone = render(replace(patient, findings=findings), chest_of(patient, spacing=3.0).cropped(box))
+    assert int(alone.tissues) == int(Tissue.NODULE)
 
 
 @pytest.mark.parametrize(("draw", "kind"), [(0, "fat"), (2, "soft"), (3, "chalk")])
