@@ -35,6 +35,8 @@ class PathologyConfig:
     a share of the lungs); ``consolidation_density`` is where the draw of how solid one is ends, above 1 for more of
     them without any air. ``effusion_depth`` is the median thickness of pleural fluid at the dependent wall, body mm;
     of effusions, ``subpulmonic`` is the share that lie on the diaphragm as well, ``compression`` that squeeze lung.
+    ``mass_mm`` is the median radius of nodules and masses that are few.
+    ``loculated`` is fluid that does not run to the lowest place, a lens at the wall with lung all around.
     """
 
     rate: float = 1.0
@@ -48,6 +50,7 @@ class PathologyConfig:
     white_lung: float = 0.03
     atelectasis: float = 0.35
     nodules: float = 0.30
+    mass_mm: float = 12.0
     emphysema: float = 0.17
     bullae: float = 0.10
     mosaic: float = 0.25
@@ -65,6 +68,7 @@ class PathologyConfig:
     devices: float = 0.25
     dependent: float = 0.35
     pull_up: float = 0.02
+    loculated: float = 0.05
 
 
 @dataclass(frozen=True)
@@ -185,9 +189,12 @@ _TRAINING = SynthesisConfig(
         consolidation_density=1.3,
         lobar=0.3,
         white_lung=0.1,
+        nodules=0.4,
+        mass_mm=16.0,
         emphysema=0.25,
         effusion=0.4,
         effusion_depth=40.0,
+        loculated=0.2,
     ),
     randomisation=RandomisationConfig(density=0.3),
     view=ViewConfig(lung_free=0.14, partial=0.25, abdominal_slab=0.14),

@@ -53,6 +53,8 @@ class Findings:
         wall_air: gas between the muscles of the chest wall: the side, and its strength (0: none).
         dependent: density of the lowest lung at the wall (weight, 0 for none), and the depth in which it fades.
         shift: how far the mediastinum has moved to the right (left: negative), by lost lung, fluid or free air.
+        pockets: thickness of a lens of fluid that adhesions keep at the wall, 0 for none.
+        pocket_width: its radius along the wall, of its thickness.
     """
 
     ground_glass: float
@@ -86,6 +88,8 @@ class Findings:
     wall_air: tuple[int, float]
     dependent: Pair
     shift: float
+    pockets: Pair
+    pocket_width: float
 
 
 def draw_findings(d: Draw, config: PathologyConfig, child: bool) -> Findings:
@@ -118,7 +122,7 @@ def draw_findings(d: Draw, config: PathologyConfig, child: bool) -> Findings:
         fibrosis=d.uniform(0.3, 1) if d.chance(config.fibrosis * f) else 0.0,
         mosaic=d.uniform(20, 120) if d.chance(config.mosaic * f) else 0.0,
         bullae=d.integer(1, 14) if d.chance(config.bullae * f) else 0,
-        lesions=_draw_lesions(d, config.nodules * f),
+        lesions=_draw_lesions(d, config.nodules * f, config.mass_mm),
         effusion=(effusion[0], effusion[1]),
         subpulmonic=(d.uniform(0, 45) * d.chance(config.subpulmonic), d.uniform(0, 45) * d.chance(config.subpulmonic)),
         compression=(d.uniform(4, 30) * d.chance(config.compression), d.uniform(4, 30) * d.chance(config.compression)),
@@ -135,9 +139,13 @@ def draw_findings(d: Draw, config: PathologyConfig, child: bool) -> Findings:
         wall_air=(d.integer(0, 1), d.uniform(0.4, 1.0) if d.chance(config.subcutaneous_air * f) else 0.0),
         dependent=(d.uniform(0.1, 0.8) if d.chance(config.dependent * config.rate) else 0.0, d.uniform(5, 18)),
         shift=0.0,
+        pockets=(0.0, 0.0),
+        pocket_width=0.0,
     )
     implants = _draw_implants(d, config.devices * (config.rate > 0), child)
-    return replace(findings, shift=_draw_shift(d, findings), devices=findings.devices + implants)
+    findings = replace(findings, shift=_draw_shift(d, findings), devices=findings.devices + implants)
+    pockets = [d.lognormal(16, 0.5, 5, 45) * d.chance(config.loculated * f) for _ in range(2)]
+    return replace(findings, pockets=(pockets[0], pockets[1]), pocket_width=d.uniform(1.2, 3.0))
 
 
 def _side_of(d: Draw, value: int, nothing: int) -> tuple[int, int]:
@@ -153,7 +161,7 @@ def _draw_raised(d: Draw, rate: float, missing: int) -> Pair:
     return raised[0], raised[1]
 
 
-def _draw_lesions(d: Draw, rate: float) -> tuple[Lesion, ...]:
+def _draw_lesions(d: Draw, rate: float, mass_mm: float) -> tuple[Lesion, ...]:
     if not d.chance(rate):
         return ()
     few = d.chance(0.7)
@@ -161,7 +169,7 @@ def _draw_lesions(d: Draw, rate: float) -> tuple[Lesion, ...]:
     return tuple(
         Lesion(
             side=d.integer(0, 1),
-            radius=d.lognormal(12 if few else 6, 0.7, 2.5, 48),
+            radius=d.lognormal(mass_mm if few else 6, 0.7, 2.5, 48),
             hu=d.normal(38, 18),
             cavity=d.uniform(0.3, 0.75) if d.chance(0.1) else 0.0,
             lobulation=d.uniform(0.05, 0.35),

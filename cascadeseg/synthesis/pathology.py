@@ -59,6 +59,28 @@ def _fluid_level(scene: Scene, side: int) -> Tensor | None:
     return fluid
 
 
+def _pocket(scene: Scene, side: int) -> Tensor | None:
+    """Coarse distance to fluid that adhesions keep at the ribs (negative inside it), or None: a lens."""
+    patient, f = scene.patient, scene.patient.findings
+    places = _places(patient, side, 500 + side) if f.pockets[side] else None
+    if places is None:
+        return None
+    x, y, z = places.unbind(1)
+    middle = places[int(anatomy.cage((x, y, z), patient.torso).argmax())].to(scene.device)
+    x, y, z = scene.body
+    away = (x - middle[0]).square() + (y - middle[1]).square() + (z - middle[2]).square()
+    reach = f.pocket_width * f.pockets[side]
+    depth = -normalised(anatomy.cage(scene.body, patient.torso))
+    wavy = 1.5 * scene.coarse_noise(f.seed + 66 + side, 20.0)
+    return depth - (1 - away / (reach * reach)) * f.pockets[side] * scene.scale + wavy
+
+
+def _pleural_fluid(scene: Scene, side: int) -> Tensor | None:
+    """Coarse distance to all fluid around a lung, or None."""
+    found = [fluid for fluid in (_fluid_level(scene, side), _pocket(scene, side)) if fluid is not None]
+    return _around_hilum(scene, side, torch.stack(found).amin(0)) if found else None
+
+
 def _around_hilum(scene: Scene, side: int, fluid: Tensor) -> Tensor:
     """The distance to fluid that leaves room for the lung around its hilum, where vessels and bronchi hold it."""
     patient = scene.patient
@@ -82,9 +104,9 @@ def _free_air_distance(scene: Scene, side: int) -> Tensor | None:
 def remaining_lung(scene: Scene, part: Slices, side: int, cavity: Tensor) -> Tensor:
     """Distance to the lung that is left in its cavity when fluid and free air have taken their room."""
     distance = cavity.clone()
-    level = _fluid_level(scene, side)
-    if level is not None:
-        distance = torch.maximum(distance, scene.up(_around_hilum(scene, side, level), part).neg_())
+    fluid = _pleural_fluid(scene, side)
+    if fluid is not None:
+        distance = torch.maximum(distance, scene.up(fluid, part).neg_())
     air = _free_air_distance(scene, side)
     if air is not None:
         distance = torch.maximum(distance, scene.up(air, part).neg_())
@@ -100,12 +122,12 @@ def paint_cavity(scene: Scene, lung: Lung) -> None:
         grain = scene.noise(f.seed + 20, 12.0, lung.part).mul_(6).add_(f.fluid_hu + 12)
         scene.paint(lung.part, scene.filled(lung.cavity.clone()), grain, Tissue.EMPTY_HEMITHORAX)
         return
-    level = _fluid_level(scene, side)
-    if level is not None:
+    fluid = _pleural_fluid(scene, side)
+    if fluid is not None:
         grain = scene.noise(f.seed + 21, 9.0, lung.part).mul_(4).add_(f.fluid_hu)
         # A voxel further than it goes: the lung is painted over it, and what was there before must not shine through.
-        fluid = scene.up(_around_hilum(scene, side, level), lung.part).sub_(scene.voxel_mm)
-        scene.paint(lung.part, scene.filled(torch.maximum(lung.cavity, fluid)), grain, Tissue.EFFUSION)
+        filled = torch.maximum(lung.cavity, scene.up(fluid, lung.part).sub_(scene.voxel_mm))
+        scene.paint(lung.part, scene.filled(filled), grain, Tissue.EFFUSION)
     air = _free_air_distance(scene, side)
     if air is not None:
         free = torch.maximum(lung.cavity, scene.up(air, lung.part))
@@ -365,17 +387,29 @@ def _lesion(scene: Scene, number: int) -> tuple[Slices, Tensor] | None:
 
 
 def _place(patient: Patient, number: int) -> Tensor | None:
-    """The middle of a lesion (body mm): anywhere in the lung, near its pleura or at a vessel of its hilum."""
+    """The middle of a lesion (body mm): anywhere in the lung, near its pleura, a third of these right over the
+    diaphragm, or at a vessel of its hilum.
+    """
     lesion = patient.findings.lesions[number]
-    rng = np.random.default_rng([patient.findings.seed, number])
     if lesion.hilar:
         vessels = anatomy.hilar_vessels(patient, lesion.side).centres
-        return vessels[int(rng.integers(len(vessels)))]
-    places = torch.from_numpy(anatomy.points_inside(rng, patient, lesion.side, 24)).float()
-    if not len(places):
+        return vessels[int(np.random.default_rng([patient.findings.seed, number]).integers(len(vessels)))]
+    places = _places(patient, lesion.side, number)
+    if places is None:
         return None
+    if not lesion.rim:
+        return places[0]
     x, y, z = places.unbind(1)
-    return places[int(anatomy.lung_part((x, y, z), patient, lesion.side).argmax())] if lesion.rim else places[0]
+    if (patient.findings.seed + number) % 3:
+        return places[int(anatomy.lung_part((x, y, z), patient, lesion.side).argmax())]
+    return places[int((anatomy.diaphragm_height(x, y, patient, lesion.side) - z).argmax())]
+
+
+def _places(patient: Patient, side: int, number: int) -> Tensor | None:
+    """(24, 3) points (body mm) in a lung, others for each number; None where there is no lung."""
+    rng = np.random.default_rng([patient.findings.seed, number])
+    places = torch.from_numpy(anatomy.points_inside(rng, patient, side, 24)).float()
+    return places if len(places) else None
 
 
 def _paint_nodule(scene: Scene, lung: Lung, weight: Tensor, number: int) -> None:

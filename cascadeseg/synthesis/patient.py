@@ -15,6 +15,8 @@ from cascadeseg.synthesis.findings import Findings, draw_findings
 from cascadeseg.synthesis.scanner import Scanner, View, draw_scanner, draw_view, view_grid
 
 RIGHT, LEFT = 0, 1
+MOST_PLAIN_BLOOD = 60.0
+"""HU of blood above which there is contrast medium in it."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +191,9 @@ def sample_patient(seed: int, config: SynthesisConfig | None = None) -> Patient:
     config = config or SynthesisConfig()
     torso = _draw_torso(Draw(seed, "torso"), config)
     chest = _draw_chest(Draw(seed, "chest"), torso, config)
+    hounsfield = _draw_hounsfield(Draw(seed, "hounsfield"), torso, config)
     findings = draw_findings(Draw(seed, "findings"), config.pathology, torso.child)
+    findings = _enhanced(findings, hounsfield, Draw(seed, "enhancement"))
     chest = _raised(chest, findings)
     scanner = draw_scanner(Draw(seed, "scanner"), config)
     view = draw_view(Draw(seed, "view"), config, torso)
@@ -199,7 +203,7 @@ def sample_patient(seed: int, config: SynthesisConfig | None = None) -> Patient:
         torso=torso,
         chest=chest,
         abdomen=_draw_abdomen(Draw(seed, "abdomen"), config),
-        hounsfield=_draw_hounsfield(Draw(seed, "hounsfield"), torso, config),
+        hounsfield=hounsfield,
         findings=findings,
         scanner=scanner,
         view=view,
@@ -314,6 +318,12 @@ def _raised(chest: Chest, findings: Findings) -> Chest:
     """The chest with its diaphragm raised where the findings say so."""
     right, left = chest.dome
     return replace(chest, dome=(right + findings.raised[RIGHT], left + findings.raised[LEFT]))
+
+
+def _enhanced(findings: Findings, hounsfield: Hounsfield, d: Draw) -> Findings:
+    """The findings with airless lung brighter where there is contrast medium: it is perfused, as fluid is not."""
+    contrast = hounsfield.pulmonary_blood > MOST_PLAIN_BLOOD
+    return replace(findings, dense_hu=findings.dense_hu + d.uniform(0, 50) * contrast)
 
 
 def _draw_abdomen(d: Draw, config: SynthesisConfig) -> Abdomen:

@@ -467,6 +467,18 @@ def test_lesions_lie_in_their_lung_at_any_depth_or_at_its_hilum() -> None:
     assert np.median(depths[True]) < 5 < 10 < np.median(depths[False])
 
 
+def test_masses_on_the_diaphragm_are_common() -> None:
+    heights = []
+    for seed in range(5000, 5040):
+        patient = sample_patient(seed, PRESETS["oncology"])
+        for number, lesion in enumerate(patient.findings.lesions):
+            place = pathology._place(patient, number)
+            if place is not None and lesion.rim and not lesion.hilar:
+                x, y, z = place[:, None]
+                heights.append(float(z - anatomy.diaphragm_height(x, y, patient, lesion.side)))
+    assert 0.28 < np.mean(np.array(heights) < 12) < 0.7
+
+
 def test_masses_grow_beyond_the_lung_and_not_their_label() -> None:
     patient = quiet()
     mass = Lesion(

@@ -100,3 +100,21 @@ def test_vessels_with_contrast_stand_out_in_dense_lung(findings: dict[str, Any])
 def test_vessels_do_not_darken_dense_lung() -> None:
     patient = sharp(20.0, dense_hu=90.0, white=(1.0, 1.0))
     assert 80 < float(in_vessels(patient, scanned_finely(patient), 1.2, 9.0).median()) < 100
+
+
+def test_loculated_fluid_is_a_lens_at_the_ribs_with_air_beside_and_below_it() -> None:
+    patient = quiet(pockets=(25.0, 0.0), pocket_width=1.8)
+    plain, phantom = scanned(quiet()), scanned(patient)
+    fluid = phantom.tissues == int(Tissue.EFFUSION)
+    assert 20_000 < int(fluid.sum()) * 27 < 150_000
+    assert torch.equal(phantom.labels == 2, plain.labels == 2)
+    taken = (plain.labels == 1) & (phantom.labels == 0)
+    assert int((taken & ~fluid).sum()) < 0.15 * int(taken.sum())
+    assert abs(float(phantom.hu[fluid & taken].median()) - patient.findings.fluid_hu) < 8
+    # Lung holds air in it right beside the fluid, also towards the wall that the patient lies on.
+    near = torch.nn.functional.max_pool3d(fluid[None].float(), 9, 1, 4)[0] > 0
+    beside = near & (phantom.labels == 1)
+    assert float(phantom.hu[beside].median()) < -600
+    places = torch.nonzero(fluid).float()
+    lower = (phantom.labels == 1).nonzero()[:, 1].min()
+    assert lower < places[:, 1].mean()

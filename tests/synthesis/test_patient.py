@@ -122,6 +122,23 @@ def test_fluid_on_the_diaphragm_and_squeezed_lung_are_common_where_they_are_aske
         assert abs(sides(usual, squeezed=squeezed)[1] - rare) < 0.08
 
 
+def test_airless_lung_is_brighter_with_contrast_medium_and_fluid_is_not() -> None:
+    patients = [sample_patient(seed) for seed in range(400)]
+    contrast = np.array([patient.hounsfield.pulmonary_blood > 100 for patient in patients])
+    dense, fluid = (np.array([getattr(p.findings, name) for p in patients]) for name in ("dense_hu", "fluid_hu"))
+    assert 15 < dense[contrast].mean() - dense[~contrast].mean() < 35
+    assert abs(fluid[contrast].mean() - fluid[~contrast].mean()) < 3
+
+
+def test_loculated_fluid_is_commoner_in_training() -> None:
+    usual, training = (
+        [sample_patient(n, PRESETS[name]).findings for n in range(300)] for name in ("default", "training")
+    )
+    shares = [np.mean([max(found.pockets) > 0 for found in patients]) for patients in (usual, training)]
+    assert 0.02 < shares[0] < 0.12 < shares[1] < 0.35
+    assert all(found.pockets == (0.0, 0.0) or 1.2 <= found.pocket_width <= 3.0 for found in training)
+
+
 def test_dark_lungs_are_common_in_training() -> None:
     presets = ("default", "training")
     lungs = {name: [sample_patient(n, PRESETS[name]).hounsfield.lung for n in range(200)] for name in presets}
