@@ -248,6 +248,9 @@ def _draw_torso(d: Draw, config: SynthesisConfig) -> Torso:
         child=child,
         arms=d.pick(("up", "down", "belly", "none"), (0.72, 0.19 * beside, 0.05 * beside, 0.04)),
     )
+    if d.chance(0.15):  # lies askew, or sits up
+        about_x, about_y, about_z = torso.rotation
+        torso = replace(torso, rotation=(about_x + d.normal(0, 8), about_y + d.normal(0, 11), about_z))
     return torso if child else replace(torso, size=torso.size * _size_limit(torso))
 
 

@@ -139,6 +139,12 @@ def test_loculated_fluid_is_commoner_in_training() -> None:
     assert all(found.pockets == (0.0, 0.0) or 1.2 <= found.pocket_width <= 3.0 for found in training)
 
 
+def test_some_patients_lie_askew() -> None:
+    sideways = np.array([sample_patient(seed).torso.rotation[1] for seed in range(400)])
+    assert 0.04 < np.mean(np.abs(sideways) > 8) < 0.15
+    assert 15 < np.abs(sideways).max() < 32
+
+
 def test_dark_lungs_are_common_in_training() -> None:
     presets = ("default", "training")
     lungs = {name: [sample_patient(n, PRESETS[name]).hounsfield.lung for n in range(200)] for name in presets}
