@@ -54,7 +54,7 @@ class Findings:
         dependent: density of the lowest lung at the wall (weight, 0 for none), and the depth in which it fades.
         shift: how far the mediastinum has moved to the right (left: negative), by lost lung, fluid or free air.
         pockets: thickness of a lens of fluid that adhesions keep at the wall, 0 for none.
-        pocket_width: its radius along the wall, of its thickness.
+        pocket_width: its radius along the wall, in thicknesses.
     """
 
     ground_glass: float
