@@ -94,8 +94,8 @@ def findings(patient: Any) -> str:
         "ground glass": f.ground_glass, "consolidation": f.consolidation, "lobar": max(f.lobar) >= 0,
         "white lung": max(f.white), "atelectasis": max(f.atelectasis), "emphysema": max(f.emphysema),
         "fibrosis": f.fibrosis, "bullae": f.bullae, "nodules": len(f.lesions), "effusion": max(f.effusion),
-        "pneumothorax": max(f.pneumothorax), "missing lung": max(f.missing), "raised diaphragm": max(f.raised),
-        "hernia": f.hernia, "gas in the wall": f.wall_air[1],
+        "loculated fluid": max(f.pockets), "pneumothorax": max(f.pneumothorax), "missing lung": max(f.missing),
+        "raised diaphragm": max(f.raised), "hernia": f.hernia, "gas in the wall": f.wall_air[1],
     }  # fmt: skip
     return ", ".join([name for name, value in said.items() if value]) or "no findings"
 
