@@ -17,13 +17,14 @@ their -gpu variants; ``smoke``: toys, to see the script work). ``--seed`` change
 patients; ``--steps-scale 0.5`` takes half the steps, on the schedule that goes with them, to compare seeds; below 1,000
 steps stage 1 is no locator (docs/model-development.md, entry 12).
 
-Both stages are several trainings, each going on from the one before. The cpu recipe's stage 1 is five, each with
-patients of its own: the recipe; twice 2,500 steps on 500 patients of the preset training_bowel; 7,000 on 3,000 of
-training, training_bowel and training_fluid together; 1,500 on 500 of training_bowel. What counts is the mean of the
-third and the fifth, which keeps most of what each of them is better at (docs/model-development.md, entries 34, 36 and
-41). The gpu recipe's is four of the same kinds, with bowel once where the other has it twice, and the mean of the
-second and the fourth. The cpu recipe's stage 2 is three, on the same patients and more of them each time, and the mean
-of all three: the first finds surfaces best, the others know more of disease (entry 56). The gpu recipe's is one.
+Both stages are several trainings, each going on from the one before, but for the gpu recipe's stage 2, which is one.
+The cpu recipe's stage 1 is five, each with patients of its own: the recipe; twice 2,500 steps on 500 patients of the
+preset training_bowel; 7,000 on 3,000 of training, training_bowel and training_fluid together; 1,500 on 500 of
+training_bowel. What counts is the mean of the third and the fifth, which keeps most of what each of them is better at
+(docs/model-development.md, entries 34, 36 and 41). The gpu recipe's is four of the same kinds, with bowel once where
+the other has it twice, and the mean of the second and the fourth. The cpu recipe's stage 2 is three, on the same
+patients and more of them each time, and the mean of all three: the first finds surfaces best, the others know more of
+disease (entry 56).
 
 OUT/model is what `cascadeseg infer --model` takes; OUT/card.md is the part of the model card that can be written by a
 machine: hash, recipe, effort, and with ``--scans`` (see validate.py) the scores. ``--install`` puts the model into the
@@ -66,7 +67,7 @@ BEGIN, END = "<!-- written by scripts/train_shipped.py -->", "<!-- end -->"
 class Further(NamedTuple):
     """A training that goes on from another: on whom, how many of them and how many steps a patient, how fast.
 
-    Its patients are others than those before, or else those before and more.
+    Its patients are others than those before; without ``others``, those before and more.
     """
 
     preset: str | tuple[str, ...]
