@@ -77,9 +77,9 @@ def blurred(scan: Scan, labels: Labels, sd_mm: float) -> Case:
     return changed(scan, array_of(smooth)), labels
 
 
-def shifted(scan: Scan, labels: Labels, offset_hu: float) -> Case:
-    """A scanner that is out of calibration."""
-    return changed(scan, scan.hu() + offset_hu), labels
+def rescaled(scan: Scan, labels: Labels, slope: float = 1, offset_hu: float = 0) -> Case:
+    """A scanner that is out of calibration, or a header that lost its rescale."""
+    return changed(scan, slope * scan.hu() + offset_hu), labels
 
 
 def clipped(scan: Scan, labels: Labels, low_hu: float, high_hu: float) -> Case:
@@ -167,8 +167,12 @@ CHANGES: dict[str, Callable[[Scan, Labels], Case]] = {
     "noise of 150 HU": partial(noisy, sd_hu=150),
     "blurred, sd 1.5 mm": partial(blurred, sd_mm=1.5),
     "blurred, sd 3 mm": partial(blurred, sd_mm=3),
-    "60 HU less": partial(shifted, offset_hu=-60),
-    "60 HU more": partial(shifted, offset_hu=60),
+    "60 HU less": partial(rescaled, offset_hu=-60),
+    "60 HU more": partial(rescaled, offset_hu=60),
+    "300 HU less": partial(rescaled, offset_hu=-300),
+    "400 HU more": partial(rescaled, offset_hu=400),
+    "half of the HU": partial(rescaled, slope=0.5),
+    "twice the HU": partial(rescaled, slope=2),
     "clipped to -1350..150 HU (lung window)": partial(clipped, low_hu=-1350, high_hu=150),
     "clipped to -600..200 HU (air like lung)": partial(clipped, low_hu=-600, high_hu=200),
     "clipped to -160..240 HU (soft tissue window)": partial(clipped, low_hu=-160, high_hu=240),

@@ -2,9 +2,10 @@
 
 It looks at about a hundred thousand voxels on a coarse lattice (at all of them only where they are floating-point
 numbers, for NaN and values that no CT has, which a lattice would miss), says what is odd in a line each, and repairs
-what has one cause only: a known offset is undone in the intercept, signed values read as unsigned are read again, greys
-that show lungs become HU by slope and intercept. Where a window cut off low values it notes the HU, for the cascade to
-put something in their place. It changes no voxel and refuses nothing.
+what has one cause only: a known offset is undone in the intercept, signed values read as unsigned are read again, and
+greys that show lungs, or values with air and tissue where HU have neither, become HU by slope and intercept. Where a
+window cut off low values it notes the HU, for the cascade to put something in their place. It changes no voxel and
+refuses nothing.
 
 What makes values HU: a CT of any part of the body holds soft tissue near +40, fat near -100 and, outside the body or
 in lungs and bowel, air near -1000. So the rules look for where the low values end and where the bulk lies, never
@@ -38,8 +39,18 @@ LUNGS_SEEN_HU = -900.0
 FAT_HU = -120.0
 """Where fat, too, is cut off nobody can tell it from lung."""
 GREYS = 256
-MEDIAN_AIR_HU, MEDIAN_TISSUE_HU = -1000.0, -20.0
-"""The median of air and lungs is near the one, of fat, muscle and bone near the other."""
+NARROW = 100.0
+"""HU reach further."""
+AIR_HU, MEDIAN_TISSUE_HU = -1000.0, -20.0
+"""Air is at the one, the median of fat, muscle and bone near the other."""
+AIR_MAY_BE_HU = (-1045.0, -680.0)
+"""The commonest low value of a CT: air, or in a part of a lung without any air beside it, lung."""
+TISSUE_MAY_BE_HU = (-160.0, 460.0)
+"""The median of a CT's higher values: from fat to what holds little beside contrast medium and bone."""
+MOSTLY = 0.9
+"""Of the values of a chest, so many are either."""
+ALMOST = 0.12
+"""Of the way from air to tissue, by which tissue may differ where the scale is right."""
 LUNG_SHARE = 0.15
 """Of what is not tissue, at least so much is not the blackest black where a window shows lungs."""
 LUNG_DEPTH = 0.13
@@ -68,21 +79,13 @@ def audit(scan: Scan) -> Scan:
         return scan.warned(f"hardly a voxel holds a number: {UNSURE}")
     highest = max(highest, float(everything.max()))
     values, padding = _without_padding(everything)
-    shift = offset_hu(values)
-    odd = [
-        f"padding of {level - shift:g} HU ({_per_cent(count, total)} of the volume) is read as air"
-        for level, count in padding
-        if level - shift < PADDING_BELOW_HU
-    ]
-    doubt = ""
-    if shift:
-        odd.append(f"the values are HU {'plus' if shift > 0 else 'minus'} {abs(shift)}; this was undone")
-        scan = replace(scan, intercept=scan.intercept - shift)
-    elif scale := hu_of_greys(values):
-        slope, intercept = scale
-        low, high = values.min(), values.max()
-        odd.append(f"values from {low:.4g} to {high:.4g} were made HU by what looks like air and tissue: {UNSURE}")
-        scan = replace(scan, slope=slope * scan.slope, intercept=slope * scan.intercept + intercept)
+    slope, intercept, odd, doubt = 1.0, float(-offset_hu(values)), [], ""
+    if scale := hu_of_air_and_tissue(values + np.float32(intercept)):
+        slope, intercept = scale[0], scale[0] * intercept + scale[1]
+        span = f"{values.min():.4g} to {values.max():.4g}"
+        odd.append(f"values from {span} were made HU by what looks like a CT's air and tissue: {UNSURE}")
+    elif intercept:
+        odd.append(f"the values are HU {'plus' if intercept < 0 else 'minus'} {abs(intercept):g}; this was undone")
     elif doubt := not_hu(values):
         odd.append(f"{doubt}: {UNSURE}")
     elif (floor := cut_off_hu(everything[everything >= PADDING_BELOW_HU])) is not None:
@@ -91,9 +94,16 @@ def audit(scan: Scan) -> Scan:
             cut_off += ", those in the body are read as lung"
             scan = replace(scan, floor_hu=floor)
         odd.append(f"{cut_off}: {UNSURE}")
+    scan = replace(scan, slope=slope * scan.slope, intercept=slope * scan.intercept + intercept)
+    padded = [
+        f"padding of {hu:.5g} HU ({_per_cent(count, total)} of the volume) is read as air"
+        for hu, count in ((slope * level + intercept, count) for level, count in padding)
+        if hu < PADDING_BELOW_HU
+    ]
+    highest = slope * highest + intercept
     if highest > CANNOT_BE_HU and not doubt:
         odd.append(f"values up to {highest:.4g} HU, which no CT has: {UNSURE}")
-    return scan.warned(*odd)
+    return scan.warned(*padded, *odd)
 
 
 def offset_hu(values: Values) -> int:
@@ -118,30 +128,43 @@ def offset_hu(values: Values) -> int:
     return -1024 if twice and _share(values, -np.inf, -1300) > 0.01 else 0
 
 
-def hu_of_greys(values: Values) -> tuple[float, float] | None:
-    """Slope and intercept that make HU of a picture's greys, or of values scaled to 0..1, if these show lungs.
+def hu_of_air_and_tissue(values: Values) -> tuple[float, float] | None:
+    """Slope and intercept that make HU of values that show lungs but are not HU.
 
-    Otsu's threshold (doi 10.1109/TSMC.1979.4310076) parts air and lungs from tissue.
+    Such are a picture's greys, HU scaled to 0..1, to 16 bits or otherwise, and HU with a wrong slope or intercept.
+    Otsu's threshold (doi 10.1109/TSMC.1979.4310076) parts air and lungs from tissue. Where an intercept or a
+    slope alone puts both in their place it is that.
 
     Args:
         values: what should be HU, without padding.
 
     Returns:
-        None where values may be HU, or where the window does not show lungs.
+        None where values may be HU, or where they do not show lungs.
     """
-    if not _are_greys(values) or _flat(values):
+    are_greys = _are_greys(values)
+    may_be_hu = _share(values, *AIR_MAY_BE_HU) + _share(values, *TISSUE_MAY_BE_HU) > MOSTLY
+    if _flat(values) or (may_be_hu and not are_greys):
         return None
     black = float(values.min())
     values, _ = _without_padding(values, apart=0.1 * (float(np.median(_halves(values)[1])) - black))
     if _flat(values):
         return None
     low, high = _halves(values)
-    air, tissue, black = float(np.median(low)), float(np.median(high)), float(low.min())
+    tissue, black = float(np.median(high)), float(low.min())
+    air = _commonest(low, 0.04 * (tissue - float(np.median(low))))
     seen = low[low > black + 0.005 * (tissue - black)]
     if len(seen) < LUNG_SHARE * len(low) or np.median(seen) > black + LUNG_DEPTH * (tissue - black):
         return None
-    slope = (MEDIAN_TISSUE_HU - MEDIAN_AIR_HU) / (tissue - air)
-    return slope, MEDIAN_AIR_HU - slope * air
+    in_place = AIR_MAY_BE_HU[0] <= air <= AIR_MAY_BE_HU[1] and TISSUE_MAY_BE_HU[0] <= tissue <= TISSUE_MAY_BE_HU[1]
+    if in_place and not are_greys:
+        return None
+    depth = (tissue - air) / (MEDIAN_TISSUE_HU - AIR_HU)
+    if abs(depth - 1) < ALMOST:
+        return 1.0, AIR_HU - air
+    slope = AIR_HU / air if air < 0 else 0.0
+    if abs(slope * depth - 1) < ALMOST:
+        return slope, 0.0
+    return 1 / depth, AIR_HU - air / depth
 
 
 def not_hu(values: Values) -> str:
@@ -155,7 +178,7 @@ def not_hu(values: Values) -> str:
     if low == high:
         return f"every voxel is {low:.4g}, so there is nothing in it"
     if _are_greys(values):
-        return f"values from {span} {'cannot be HU' if high - low < 100 else 'look like an 8-bit picture, not HU'}"
+        return f"values from {span} {'cannot be HU' if high - low < NARROW else 'look like an 8-bit picture, not HU'}"
     bright = _share(values, 700, 1100)
     inverted = bright > 0.1 and bright > 10 * _share(values, -1100, -800) and _share(values, 1200, np.inf) < 0.0005
     if inverted and _share(values, -np.inf, -150) > 0.002:
@@ -254,7 +277,7 @@ def _are_greys(values: Values) -> bool:
     """Whether values are those of an 8-bit picture, or too close together to be HU."""
     low, high = float(values.min()), float(values.max())
     flat = low > -1100 and high < -500  # a crop of nothing but air or lung
-    return (low >= 0 and high < GREYS) or (high - low < 100 and not flat)
+    return (low >= 0 and high < GREYS) or (high - low < NARROW and not flat)
 
 
 def _flat(values: Values) -> bool:
@@ -297,6 +320,14 @@ def _is_hu_plus_1000(values: Values) -> bool:
     air = _peak(values[values > values.min()], -60, 100)
     fat = _peak(values, 840, 990)
     return air < 12 and fat < 912
+
+
+def _commonest(values: Values, width: float) -> float:
+    """The median of the values that lie closest together: within ``width`` of the fullest stretch as wide as that."""
+    bins = int(np.clip(4 * (values.max() - values.min()) / width, 1, 10_000))
+    counts, edges = np.histogram(values, bins)
+    fullest = float(edges[int(np.convolve(counts, np.ones(4), mode="same").argmax())])
+    return float(np.median(values[np.abs(values - fullest) <= width]))
 
 
 def _peak(values: Values, low: float, high: float) -> float:

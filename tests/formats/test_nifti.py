@@ -71,10 +71,10 @@ def test_an_uncompressed_file_is_mapped_and_never_changed(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 def test_slope_and_intercept_stay_aside(tmp_path: Path, suffix: str) -> None:
-    raw = (ct_values() + 1024).astype(np.uint16)
-    path = saved(tmp_path / f"scan{suffix}", raw, scl_slope=2.0, scl_inter=-2048)
+    raw = ((ct_values() + 1024) // 2).astype(np.uint16)
+    path = saved(tmp_path / f"scan{suffix}", raw, scl_slope=2.0, scl_inter=-1024)
     scan = read_scan(path)
-    assert (scan.voxels.dtype, scan.slope, scan.intercept) == (np.uint16, 2.0, -2048.0)
+    assert (scan.voxels.dtype, scan.slope, scan.intercept) == (np.uint16, 2.0, -1024.0)
     assert np.allclose(scan.hu(), nibabel.load(path).get_fdata())
 
 
@@ -123,18 +123,19 @@ def test_header_and_image_pairs(tmp_path: Path, kind: Any) -> None:
 )
 def test_slope_and_intercept_of_pairs(tmp_path: Path, kind: Any, header_kind: Any, intercept: int) -> None:
     path = tmp_path / "scan.hdr"
-    nibabel.save(kind(ct_values(), np.diag([-0.75, 0.8, 2.5, 1])), tmp_path / "scan.img")
+    stored = 2 * (ct_values() - np.int16(intercept))
+    nibabel.save(kind(stored, np.diag([-0.75, 0.8, 2.5, 1])), tmp_path / "scan.img")
     content = path.read_bytes()
     header = header_kind(content[: header_kind.sizeof_hdr], check=False)
     header["scl_slope"] = 0.5
     if intercept:
         header["scl_inter"] = intercept
     path.write_bytes(header.binaryblock + content[header_kind.sizeof_hdr :])
-    assert np.array_equal(nibabel.load(path).get_fdata(), ct_values() / 2 + intercept)
+    assert np.array_equal(nibabel.load(path).get_fdata(), ct_values())
     for opened in (path, path.with_suffix(".img")):
         scan = read_scan(opened)
         assert scan.voxels.dtype == np.int16
-        assert np.array_equal(scan.hu(), ct_values() / 2 + intercept)
+        assert np.array_equal(scan.hu(), ct_values())
 
 
 @pytest.mark.parametrize("name", ["packed.nii", "plain.nii.gz", "räumlich über 2.nii.gz", "A.NII.GZ"])

@@ -43,7 +43,7 @@ def test_a_lazy_nibabel_image_keeps_its_stored_type(tmp_path: Path) -> None:
     assert scan.voxels.dtype == np.int16
     assert np.array_equal(scan.voxels, read.voxels)
     assert np.array_equal(scan.grid.affine, read.grid.affine)
-    scaled = nibabel.Nifti1Image((ct_values() / 3).astype(np.float32), affine_of())
+    scaled = nibabel.Nifti1Image((ct_values() + 1 / 3).astype(np.float32), affine_of())
     scaled.header.set_data_dtype(np.int16)
     nibabel.save(scaled, tmp_path / "scaled.nii.gz")
     lazy = nibabel.load(tmp_path / "scaled.nii.gz")
