@@ -48,7 +48,7 @@ AIR_MAY_BE_HU = (-1045.0, -680.0)
 TISSUE_MAY_BE_HU = (-160.0, 460.0)
 """The median of a CT's higher values: from fat to what holds little beside contrast medium and bone."""
 MOSTLY = 0.9
-"""Of the values of a chest, so many are either."""
+"""Of the values of most CTs, so many are either: these need no closer look."""
 ALMOST = 0.12
 """Of the way from air to tissue, by which tissue may differ where the scale is right."""
 LUNG_SHARE = 0.15
@@ -317,24 +317,22 @@ def _is_hu_plus_1000(values: Values) -> bool:
 
     Air is at -1000 HU, but may be clipped (so the lowest value does not count); fat is at -115 to -90 HU.
     """
-    air = _peak(values[values > values.min()], -60, 100)
-    fat = _peak(values, 840, 990)
+    air = _commonest(values[(values > values.min()) & (values > -60) & (values < 100)], 10)
+    fat = _commonest(values[(values > 840) & (values < 990)], 10)
     return air < 12 and fat < 912
 
 
 def _commonest(values: Values, width: float) -> float:
-    """The median of the values that lie closest together: within ``width`` of the fullest stretch as wide as that."""
+    """The median of the values that lie closest together: within ``width`` of the fullest stretch as wide as that.
+
+    NaN where there are no values.
+    """
+    if not values.size:
+        return float("nan")
     bins = int(np.clip(4 * (values.max() - values.min()) / width, 1, 10_000))
     counts, edges = np.histogram(values, bins)
     fullest = float(edges[int(np.convolve(counts, np.ones(4), mode="same").argmax())])
     return float(np.median(values[np.abs(values - fullest) <= width]))
-
-
-def _peak(values: Values, low: float, high: float) -> float:
-    """The commonest value between two, to the nearest few HU."""
-    counts, edges = np.histogram(values, bins=round((high - low) / 5), range=(low, high))
-    smooth = np.convolve(counts, [1, 2, 1], mode="same")
-    return float(edges[int(smooth.argmax())] + 2.5)
 
 
 def _share(values: Values, low: float, high: float) -> float:

@@ -226,7 +226,7 @@ def test_padding_that_lossy_compression_blurred_is_not_taken_for_air() -> None:
     assert (scan.slope, scan.intercept) == (1, 0)
 
 
-def test_parts_of_scans_that_hold_either_air_or_tissue_alone_are_left_alone() -> None:
+def test_parts_of_scans_that_lack_air_or_tissue_are_left_alone() -> None:
     rng = np.random.default_rng(0)
     air = rng.normal(-997, 4, SHAPE)
     skin = np.where(rng.random(SHAPE) < 0.02, rng.normal(-196, 20, SHAPE), air)
@@ -258,7 +258,18 @@ def test_lung_without_air_beside_it_is_not_taken_for_air(lung: int, tissue: int)
         (-chest().astype(np.float32) * 100, "cannot be HU"),
         (np.random.default_rng(0).normal(0, 8, SHAPE).astype(np.float32), "cannot be HU"),
     ],
-    ids=["constant", "unit", "8-bit", "mask", "inverted", "inverted 12-bit", "MR", "windowed", "scaled", "noise"],
+    ids=[
+        "constant",
+        "unit",
+        "8-bit",
+        "mask",
+        "inverted",
+        "inverted 12-bit",
+        "uniform",
+        "windowed",
+        "inverted and scaled",
+        "noise",
+    ],
 )
 def test_values_that_cannot_be_hu(values: np.ndarray, words: str) -> None:
     (warning,) = checked(values).warnings
