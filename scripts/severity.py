@@ -2,10 +2,12 @@
 
     python scripts/severity.py OUT [--model DIR] [--patients 5] [--workers 2] [--figure docs/images/severity-curves.png]
 
-The same healthy patients in every curve (seeds from 600000): share of consolidated lung, volume of effusion, slice
-thickness, noise, lung outside the field of view to the sides, lung above or below it. How much there is of it is
-measured in the rendered scan, not read off the knob. OUT gets one JSON file a point and patient in a folder named by
-the model's hash (one that is there is not made again, so it can be interrupted), table.md and the figure.
+The same healthy patients in every curve (seeds from 600000): share of consolidated lung, volume of effusion, of fluid
+that adhesions keep at the ribs and of free air, emphysema (the share of the lungs below -950 HU, doi
+10.1164/ajrccm.152.2.7633722), slice thickness, noise, lung outside the field of view to the sides, lung above or below
+it. How much there is of it is measured in the rendered scan, not read off the knob. OUT gets one JSON file a point and
+patient in a folder named by the model's hash (one that is there is not made again, so it can be interrupted), table.md
+and the figure.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from cascadeseg.synthesis import PRESETS, Patient, Phantom, Tissue, sample_patie
 FIRST_SEED = 600_000
 VOXEL_MM: Volume = (1.5, 1.5, 2.0)
 SEARCH_MM: Volume = (4.0, 4.0, 4.0)
+LOW_ATTENUATION_HU = -950
 SMALLEST_ML = 5.0
 """Of a lung in the scan, for its Dice to mean anything."""
 
@@ -83,9 +86,49 @@ def effused(patient: Patient, volume_ml: float) -> Case:
     return with_as_much(with_depth, effusion_ml, volume_ml, highest=160.0)
 
 
+def loculated(patient: Patient, volume_ml: float) -> Case:
+    """A lens of fluid at the ribs on either side, with aerated lung around it."""
+
+    def with_depth(depth: float) -> Patient:
+        return replace(patient, findings=replace(patient.findings, pockets=(depth, depth), pocket_width=2.0))
+
+    return with_as_much(with_depth, effusion_ml, volume_ml, highest=60.0)
+
+
 def effusion_ml(phantom: Phantom) -> float:
     """Fluid on both sides."""
-    return float((phantom.tissues == int(Tissue.EFFUSION)).sum()) * phantom.grid.voxel_volume_ml
+    return _ml(phantom, Tissue.EFFUSION)
+
+
+def free_air(patient: Patient, volume_ml: float) -> Case:
+    """A pneumothorax: of every second patient on the right."""
+
+    def with_depth(depth: float) -> Patient:
+        air = (depth, 0.0) if patient.seed % 2 else (0.0, depth)
+        return replace(patient, findings=replace(patient.findings, pneumothorax=air))
+
+    return with_as_much(with_depth, free_air_ml, volume_ml, highest=120.0)
+
+
+def free_air_ml(phantom: Phantom) -> float:
+    return _ml(phantom, Tissue.PNEUMOTHORAX)
+
+
+def _ml(phantom: Phantom, tissue: Tissue) -> float:
+    return float((phantom.tissues == int(tissue)).sum()) * phantom.grid.voxel_volume_ml
+
+
+def emphysematous(patient: Patient, share: float) -> Case:
+    def with_strength(strength: float) -> Patient:
+        return replace(patient, findings=replace(patient.findings, emphysema=(strength, strength)))
+
+    return with_as_much(with_strength, low_attenuation_share, share, highest=1.0)
+
+
+def low_attenuation_share(phantom: Phantom) -> float:
+    """Of the lungs, what is below -950 HU."""
+    lung = phantom.labels > 0
+    return float(((phantom.hu < LOW_ATTENUATION_HU) & lung).sum()) / max(1, int(lung.sum()))
 
 
 def with_as_much(
@@ -152,6 +195,9 @@ CURVES = {
         "consolidated share of the lungs", (0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8), consolidated
     ),
     "effusion": Curve("effusion, both sides, ml", (0, 100, 250, 500, 1000, 1500, 2000), effused),
+    "loculated": Curve("loculated fluid, both sides, ml", (0, 25, 50, 100, 200), loculated),
+    "pneumothorax": Curve("free air on one side, ml", (0, 100, 250, 500, 1000), free_air),
+    "emphysema": Curve(f"share of the lungs below {LOW_ATTENUATION_HU} HU", (0, 0.1, 0.2, 0.3, 0.5), emphysematous),
     "slices": Curve("slice thickness, mm", (0.6, 1, 2, 3, 5, 8), thick),
     "noise": Curve(f"noise, HU (SD in {VOXEL_MM[0]:g} x {VOXEL_MM[1]:g} x {VOXEL_MM[2]:g} mm)",
                    (5, 20, 40, 80, 120, 200), noisy),
@@ -211,7 +257,7 @@ def draw(records: list[dict[str, Any]], figure: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    picture, panels = pyplot.subplots(2, 3, figsize=(11, 6), sharey=True, constrained_layout=True)
+    picture, panels = pyplot.subplots(3, 3, figsize=(11, 9), sharey=True, constrained_layout=True)
     for panel, (name, curve) in zip(panels.flat, CURVES.items(), strict=True):
         mine = [r for r in records if r["curve"] == name and r["dice"]]
         for seed in sorted({r["seed"] for r in mine}):

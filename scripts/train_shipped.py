@@ -60,7 +60,7 @@ RECIPES = Path(__file__).parent.parent / "configs"
 SUFFIX = {"cpu": "", "gpu": "-gpu", "smoke": "-smoke"}
 SEED_STEP = 1_000_000
 """Between the patients of two seeds: far more than any recipe draws."""
-UNFINISHED = 4
+UNFINISHED, INTERRUPTED = 4, 130
 BEGIN, END = "<!-- written by scripts/train_shipped.py -->", "<!-- end -->"
 
 
@@ -350,3 +350,6 @@ if __name__ == "__main__":
     except CascadesegError as problem:
         print(problem, file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted; run the same command again to go on", file=sys.stderr)
+        sys.exit(INTERRUPTED)

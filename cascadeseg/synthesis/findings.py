@@ -40,7 +40,8 @@ class Findings:
         lobar: which lobe of the side is solid (-1 none, 0 lower, 1 middle or lingula, 2 upper).
         white: weight of a whole lung without air.
         atelectasis: thickness of the dependent dense band.
-        emphysema, fibrosis, mosaic: strength.
+        emphysema: 0 none .. 1 severe: how much of the lung is destroyed, at the top more than at the base.
+        fibrosis, mosaic: strength.
         bullae: number of bullae in either lung.
         effusion: thickness of fluid at the dependent wall.
         subpulmonic: how much of the fluid lies on the diaphragm.

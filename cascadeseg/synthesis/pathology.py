@@ -21,6 +21,8 @@ MOST_UNEVEN = 0.25
 """Relative spread of how dense partly aerated lung is."""
 GROWS_MM = 12.0
 """Radius (body mm) from which a mass may grow beyond the lung."""
+EMPHYSEMA_HU = -985
+"""Of destroyed lung: air, but for what is left of vessels and septa."""
 GROWN_INTO = Tissue.FAT, Tissue.MUSCLE, Tissue.MEDIASTINUM, Tissue.DIAPHRAGM, Tissue.PLEURA
 
 
@@ -156,8 +158,8 @@ def diffuse(scene: Scene, side: int, base: Tensor) -> Tensor:
         base = torch.lerp(base, torch.full_like(base, f.dense_hu), _dependent_density(scene))
     if f.emphysema[side]:
         up = (scene.body[2] / scene.patient.torso.height - 0.3).clamp(-0.3, 0.7)
-        spots = torch.sigmoid((scene.coarse_noise(f.seed + 31, 9.0) - 0.9 + 1.3 * f.emphysema[side] + up) * 6)
-        base = torch.lerp(base, torch.full_like(base, -965), 0.85 * f.emphysema[side] * spots)
+        spots = torch.sigmoid((scene.coarse_noise(f.seed + 31, 9.0) - 1.8 + 2.4 * f.emphysema[side] + up) * 6)
+        base = torch.lerp(base, torch.full_like(base, EMPHYSEMA_HU), spots)
     return base
 
 

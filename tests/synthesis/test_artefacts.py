@@ -249,6 +249,24 @@ def test_dependent_lung_is_densest_at_the_wall_and_stays_lung() -> None:
     assert means[1] > means[3] > means[5] >= means[7] >= 0
 
 
+def test_emphysema_destroys_from_a_few_per_cent_of_the_lung_to_a_third_and_most_of_it_at_the_top() -> None:
+    """Below -950 HU, as it is measured; from 5 % on it is called emphysema (10.2147/COPD.S284477)."""
+    shares = []
+    for strength in (0.0, 0.25, 0.5, 1.0):
+        patient = quiet(emphysema=(strength, strength))
+        phantom = render(patient, chest_of(patient, spacing=3.0))
+        lung, destroyed = phantom.labels > 0, (phantom.labels > 0) & (phantom.hu < -950)
+        shares.append(float(destroyed.sum() / lung.sum()))
+    none, mild, moderate, severe = shares
+    assert none < 0.005 < mild < 0.05 < moderate < 0.15 < 0.2 < severe < 0.45
+    levels = lung.any(dim=0).any(dim=0).nonzero()
+    lower, upper = slice(0, int(levels.float().mean())), slice(int(levels.float().mean()), None)
+    assert (
+        destroyed[..., upper].sum() / lung[..., upper].sum()
+        > 1.3 * destroyed[..., lower].sum() / lung[..., lower].sum()
+    )
+
+
 def test_air_leads_from_the_trachea_into_both_lungs_and_the_large_airways_are_no_lung() -> None:
     patient = quiet()
     x, y, z = patient.torso.offset
