@@ -56,6 +56,7 @@ class Findings:
         shift: how far the mediastinum has moved to the right (left: negative), by lost lung, fluid or free air.
         pockets: thickness of a lens of fluid that adhesions keep at the wall, 0 for none.
         pocket_width: its radius along the wall, in thicknesses.
+        settled: how much more of ground glass and consolidation lies at the base and the dependent wall, 0 for none.
     """
 
     ground_glass: float
@@ -91,6 +92,7 @@ class Findings:
     shift: float
     pockets: Pair
     pocket_width: float
+    settled: float
 
 
 def draw_findings(d: Draw, config: PathologyConfig, child: bool) -> Findings:
@@ -142,11 +144,15 @@ def draw_findings(d: Draw, config: PathologyConfig, child: bool) -> Findings:
         shift=0.0,
         pockets=(0.0, 0.0),
         pocket_width=0.0,
+        settled=0.0,
     )
     implants = _draw_implants(d, config.devices * (config.rate > 0), child)
     findings = replace(findings, shift=_draw_shift(d, findings), devices=findings.devices + implants)
     pockets = [d.lognormal(16, 0.5, 5, 45) * d.chance(config.loculated * f) for _ in range(2)]
-    return replace(findings, pockets=(pockets[0], pockets[1]), pocket_width=d.uniform(1.2, 3.0))
+    findings = replace(findings, pockets=(pockets[0], pockets[1]), pocket_width=d.uniform(1.2, 3.0))
+    settled = d.uniform(0.4, 1.6) if d.chance(0.5) else 0.0
+    # What has settled holds less air.
+    return replace(findings, settled=settled, consolidation=min(1.0, solid + 0.3 * settled) if solid else 0.0)
 
 
 def _side_of(d: Draw, value: int, nothing: int) -> tuple[int, int]:

@@ -222,13 +222,14 @@ def _restore_vessels(scene: Scene, lung: Lung) -> None:
 
 
 def _place_preference(scene: Scene, side: int) -> Tensor:
-    """Where patches like to be: subpleural or central, lower or upper (coarse, about -1..1)."""
+    """Where patches like to be: subpleural or central, lower or upper, or where all settles (coarse, about -1..1)."""
     f, torso = scene.patient.findings, scene.patient.torso
     x, y, z = scene.body
     s = anatomy.SIDES[side]
     radial = (((x - s * 62) / 60).square() + (y / 80).square()).sqrt() - 0.75
     dependent = -(_sideways(scene)[0] / (90 * scene.scale)).clamp(-1, 1)
-    return 0.9 * f.peripheral * radial + 0.7 * f.lower * (0.45 - z / torso.height) + 0.4 * f.lower * dependent
+    low = 0.45 - z / torso.height
+    return 0.9 * f.peripheral * radial + (0.7 * f.lower + 2 * f.settled) * low + (0.4 * f.lower + f.settled) * dependent
 
 
 def _paint_patches(

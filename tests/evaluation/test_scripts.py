@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 
 from cascadeseg import read_scan
+from cascadeseg.formats import Scan
+from cascadeseg.geometry import Grid
 from cascadeseg.network import load_model, shipped_model
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -56,9 +58,45 @@ def test_other_scripts_leave_them_out_where_they_have_no_use_for_them(
     scan, labels = read_scan(folder / "none.nii.gz"), np.zeros((24, 20, 16), np.uint8)
     voxels = {name: change(scan, labels)[1].size for name, change in robustness.CHANGES.items()}
     assert {name for name, count in voxels.items() if not count} == {
-        name for name in robustness.CHANGES if name.startswith(("without", "only"))
+        name for name in robustness.CHANGES if name in robustness.PAINTED or name.startswith(("without", "only"))
     }
     assert list(surroundings.real(folder)) == []
+
+
+def test_disease_is_painted_into_as_much_of_the_lungs_as_it_says_and_into_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    robustness = importlib.import_module("robustness")
+    x, y, z = np.ogrid[:60, :50, :40]
+    labels = np.zeros((60, 50, 40), np.uint8)
+    for value, middle in ((1, 42), (2, 16)):
+        labels[((x - middle) / 10) ** 2 + ((y - 25) / 18) ** 2 + ((z - 20) / 16) ** 2 < 1] = value
+    lung = labels > 0
+    hu = np.where(lung, -850, 40).astype(np.int16)
+    vessel = np.s_[40:44, 20:30, 18:22]
+    hu[vessel] = 60
+    scan = Scan(hu, Grid.axis_aligned(hu.shape, (4.0, 4.0, 4.0)), source="two lungs")
+    half_of_the_change = {"consolidated": 445, "fluid": 430, "free air": 75, "emphysema": 67}
+    lies_low = {"consolidated": True, "fluid": True, "free air": False, "emphysema": None}
+    for name, change in robustness.PAINTED.items():
+        case, reference = change(scan, labels)
+        new = case.hu()
+        share = 1 / 3 if "third" in name else int(name.split(" %")[0].split()[-1]) / 100
+        kind = next(word for word in lies_low if word in name)
+        other = np.abs(new - hu) > half_of_the_change[kind]
+        assert not other[~lung].any(), name
+        assert abs(other[lung].mean() - share) < 0.03, name
+        gone = lung & (reference != labels)
+        assert not reference[gone].any(), name
+        if kind in ("fluid", "free air"):
+            assert max(abs(gone[labels == value].mean() - share) for value in (1, 2)) < 0.01, name
+            assert abs(np.median(new[gone]) - (8 if kind == "fluid" else -1000)) < 3, name
+        else:
+            assert not gone.any(), name
+            assert (new[vessel] >= 60).all(), f"{name}: vessels stay"
+        below = np.nonzero(other & lung)[1].mean() < np.nonzero(lung)[1].mean()
+        assert lies_low[kind] in (None, below), name
 
 
 def test_a_lung_that_neither_mask_has_is_a_full_match_as_in_any_score(

@@ -267,6 +267,26 @@ def test_emphysema_destroys_from_a_few_per_cent_of_the_lung_to_a_third_and_most_
     )
 
 
+def test_consolidation_that_has_settled_lies_at_the_back_and_the_base_and_holds_little_air() -> None:
+    def dense_low_and_high(seed: int, settled: float) -> list[float]:
+        patient = quiet(seed, consolidation=1.0, consolidation_extent=0.5, lower=0.0, peripheral=0.0, settled=settled)
+        phantom = render(patient, chest_of(patient))
+        lung = phantom.labels > 0
+        _, y, z = (place.float() for place in lung.nonzero(as_tuple=True))
+        solid = (phantom.tissues == int(Tissue.CONSOLIDATION))[lung]
+        corners = (y < y.mean()) & (z < z.mean()), (y > y.mean()) & (z > z.mean())
+        return [float(solid[corner].float().mean()) for corner in corners]
+
+    for strength, least, most in ((0.0, -0.3, 0.3), (1.2, 0.5, 1.0)):
+        low, high = np.mean([dense_low_and_high(seed, strength) for seed in (2, 3, 4)], axis=0)
+        assert least < low - high < most
+    drawn = [sample_patient(seed, PRESETS["covid"]).findings for seed in range(60)]
+    settled, scattered = (
+        [f.consolidation for f in drawn if f.consolidation and bool(f.settled) == s] for s in (True, False)
+    )
+    assert np.mean(settled) > np.mean(scattered) + 0.1
+
+
 def test_air_leads_from_the_trachea_into_both_lungs_and_the_large_airways_are_no_lung() -> None:
     patient = quiet()
     x, y, z = patient.torso.offset
