@@ -135,7 +135,7 @@ def draw_findings(d: Draw, config: PathologyConfig, child: bool) -> Findings:
         pleura=d.uniform(2, 10) if d.chance(config.pleural_thickening * f) else 0.0,
         hernia=d.uniform(0.4, 1.6) if d.chance(config.hiatal_hernia * config.rate) else 0.0,
         pull_up=d.uniform(9, 22) if d.chance(config.pull_up * config.rate) else 0.0,
-        dense_hu=d.normal(32, 16) + (d.uniform(0, 60) if d.chance(0.4) else 0),
+        dense_hu=d.normal(35, 8) + (d.uniform(0, 25) if d.chance(0.4) else 0),
         fluid_hu=d.normal(12, 9),
         devices=_draw_devices(d, config.devices * (config.rate > 0)),
         seed=d.seed(),

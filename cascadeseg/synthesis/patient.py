@@ -326,7 +326,7 @@ def _raised(chest: Chest, findings: Findings) -> Chest:
 def _enhanced(findings: Findings, hounsfield: Hounsfield, d: Draw) -> Findings:
     """The findings with airless lung brighter where there is contrast medium: it is perfused, as fluid is not."""
     contrast = hounsfield.pulmonary_blood > MOST_PLAIN_BLOOD
-    return replace(findings, dense_hu=findings.dense_hu + d.uniform(0, 50) * contrast)
+    return replace(findings, dense_hu=findings.dense_hu + d.uniform(15, 70) * contrast)
 
 
 def _draw_abdomen(d: Draw, config: SynthesisConfig) -> Abdomen:
