@@ -36,10 +36,10 @@ from cascadeseg.network import load_model
 AIR_HU = -1024
 SMALLEST_ML = 50.0
 """What of a lung must be left in the scan for it to count."""
-DENSE_HU, FLUID_HU, DESTROYED_HU, FREE_AIR_HU, GRAIN_HU = 30.0, 8.0, -985.0, -1000.0, 15.0
+DENSE_HU, FLUID_HU, DESTROYED_HU, FREE_AIR_HU, GRAIN_HU = 40.0, 10.0, -985.0, -1000.0, 15.0
 """Of disease painted into real lungs, the grain its standard deviation."""
-BRIGHTER, VESSELS = 0.25, 0.998
-"""Of the HU of blood, as wide vessels hold it, what adds to those of dense lung."""
+BRIGHTER, BLOOD_HU, VESSELS = 0.25, 50.0, 0.998
+"""How much of what contrast medium adds to the HU of blood, as the lungs' widest vessels hold it, dense lung gets."""
 BRONCHUS_HU = 60.0
 """Darker than lung by this: the air of bronchi."""
 HALF_AIR_HU, SOME_AIR_HU = -600.0, -200.0
@@ -220,7 +220,7 @@ def consolidated(scan: Scan, labels: Labels, share: float) -> Case:
     weight = where_most(patches(scan, 14) - 1.5 * (y[:, None] + z), lung, share) * open_to(lung, hu)
     smooth = array_of(SimpleITK.SmoothingRecursiveGaussian(image_of(scan, hu), 1.0))
     weight *= smooth > np.median(hu[lung]) - BRONCHUS_HU
-    dense_hu = DENSE_HU + BRIGHTER * float(np.quantile(hu[lung], VESSELS))
+    dense_hu = DENSE_HU + BRIGHTER * max(0.0, float(np.quantile(hu[lung], VESSELS)) - BLOOD_HU)
     return changed(scan, hu + weight * (np.maximum(grained(scan, dense_hu), hu) - hu)), labels
 
 
