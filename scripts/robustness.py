@@ -37,14 +37,15 @@ AIR_HU = -1024
 SMALLEST_ML = 50.0
 """What of a lung must be left in the scan for it to count."""
 DENSE_HU, FLUID_HU, DESTROYED_HU, FREE_AIR_HU, GRAIN_HU = 40.0, 10.0, -985.0, -1000.0, 15.0
-"""Of disease painted into real lungs, the grain its standard deviation."""
+"""Of disease painted into real lungs; the grain is the standard deviation of its noise."""
 BRIGHTER, BLOOD_HU, VESSELS = 0.25, 50.0, 0.998
 """How much of what contrast medium adds to the HU of blood, as the lungs' widest vessels hold it, dense lung gets."""
 BRONCHUS_HU = 60.0
 """Darker than lung by this: the air of bronchi."""
 HALF_AIR_HU, SOME_AIR_HU = -600.0, -200.0
+"""Below which a voxel is lung, and no vessel; and holds some of the lung's air, at its border."""
 EDGE = 0.15
-"""How soft its edges are, in standard deviations of the noise that it follows."""
+"""How soft the edges of disease are, in standard deviations of the noise that it follows."""
 BESIDE_MM = 6.0
 """From the lungs to where a scan without lung begins: no reference is right to the slice."""
 THINNEST_MM = 30.0
@@ -103,7 +104,7 @@ def pictured(scan: Scan, labels: Labels, low_hu: float, high_hu: float) -> Case:
 
 def cut(scan: Scan, labels: Labels, axis: int, low: float, high: float) -> Case:
     """A field of view that lacks a share of the lungs' extent at the low or the high end of an axis; none without."""
-    place = np.flatnonzero(np.isin(labels, [lung.value for lung in LUNGS]).any(tuple({0, 1, 2} - {axis})))
+    place = np.flatnonzero(lungs_of(labels).any(tuple({0, 1, 2} - {axis})))
     if not place.size:
         return nothing_of(scan, labels)
     first, extent = int(place[0]), int(place[-1] - place[0]) + 1
@@ -244,10 +245,6 @@ def free_air(scan: Scan, labels: Labels, share: float) -> Case:
     return changed(scan, np.where(air, grained(scan, FREE_AIR_HU), scan.hu())), np.where(air, 0, labels)
 
 
-def lungs_of(labels: Labels) -> Labels:
-    return np.isin(labels, [lung.value for lung in LUNGS])
-
-
 def along(lung: Labels, axis: int) -> Labels:
     """By index: how far it lies along the lungs' extent, from 0 to 1."""
     place = np.flatnonzero(lung.any(tuple({0, 1, 2} - {axis})))
@@ -315,6 +312,10 @@ def changed(scan: Scan, hu: Labels, spacing_mm: Any = None) -> Scan:
     return audit(Scan(voxels, grid, source=scan.source))
 
 
+def lungs_of(labels: Labels) -> Labels:
+    return np.isin(labels, [lung.value for lung in LUNGS])
+
+
 def image_of(scan: Scan, array: Labels) -> Any:
     """(X, Y, Z) as ITK's image."""
     image = SimpleITK.GetImageFromArray(array.transpose(2, 1, 0))
@@ -340,7 +341,7 @@ def scored(segmenter: Segmenter, path: str, change: str) -> dict[str, Any]:
     if 0 in case.grid.shape:
         return record | {"lungs": []}
     result = segmenter.segment(case)
-    if not np.isin(reference, [lung.value for lung in LUNGS]).any():
+    if not lungs_of(reference).any():
         return record | {
             "lungs": [],
             "taken_ml": sum(lung.volume_ml for lung in result.lungs),

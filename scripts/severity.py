@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 from phantoms import Volume, dice, made, rendered
+from torch import Tensor
 
 from cascadeseg import Segmenter
 from cascadeseg.formats import Scan
@@ -59,18 +60,20 @@ class Curve:
 # ------------------------------------------------------------------------------------ trouble in the patient
 
 
+def sick(patient: Patient, **findings: Any) -> Patient:
+    return replace(patient, findings=replace(patient.findings, **findings))
+
+
 def consolidated(patient: Patient, share: float) -> Case:
     def with_extent(extent: float) -> Patient:
-        sick = replace(patient.findings, consolidation=1.0 if extent else 0.0, consolidation_extent=extent)
-        return replace(patient, findings=sick)
+        return sick(patient, consolidation=1.0 if extent else 0.0, consolidation_extent=extent)
 
     return with_as_much(with_extent, consolidated_share, share, highest=1.6)
 
 
 def consolidated_share(phantom: Phantom) -> float:
     """Of the lungs, what is solid."""
-    lung = phantom.labels > 0
-    return float(((phantom.tissues == int(Tissue.CONSOLIDATION)) & lung).sum()) / max(1, int(lung.sum()))
+    return _share_of_lungs(phantom, phantom.tissues == int(Tissue.CONSOLIDATION))
 
 
 def effused(patient: Patient, volume_ml: float) -> Case:
@@ -80,8 +83,7 @@ def effused(patient: Patient, volume_ml: float) -> Case:
     def with_depth(depth: float) -> Patient:
         below = (min(lies_on_diaphragm[0], depth), min(lies_on_diaphragm[1], depth))
         squeezed = (min(15.0, depth), min(15.0, depth))
-        sick = replace(patient.findings, effusion=(depth, depth), subpulmonic=below, compression=squeezed)
-        return replace(patient, findings=sick)
+        return sick(patient, effusion=(depth, depth), subpulmonic=below, compression=squeezed)
 
     return with_as_much(with_depth, effusion_ml, volume_ml, highest=160.0)
 
@@ -90,7 +92,7 @@ def loculated(patient: Patient, volume_ml: float) -> Case:
     """A lens of fluid at the ribs on either side, with aerated lung around it."""
 
     def with_depth(depth: float) -> Patient:
-        return replace(patient, findings=replace(patient.findings, pockets=(depth, depth), pocket_width=2.0))
+        return sick(patient, pockets=(depth, depth), pocket_width=2.0)
 
     return with_as_much(with_depth, effusion_ml, volume_ml, highest=60.0)
 
@@ -104,8 +106,7 @@ def free_air(patient: Patient, volume_ml: float) -> Case:
     """A pneumothorax: of every second patient on the right."""
 
     def with_depth(depth: float) -> Patient:
-        air = (depth, 0.0) if patient.seed % 2 else (0.0, depth)
-        return replace(patient, findings=replace(patient.findings, pneumothorax=air))
+        return sick(patient, pneumothorax=(depth, 0.0) if patient.seed % 2 else (0.0, depth))
 
     return with_as_much(with_depth, free_air_ml, volume_ml, highest=120.0)
 
@@ -114,21 +115,25 @@ def free_air_ml(phantom: Phantom) -> float:
     return _ml(phantom, Tissue.PNEUMOTHORAX)
 
 
-def _ml(phantom: Phantom, tissue: Tissue) -> float:
-    return float((phantom.tissues == int(tissue)).sum()) * phantom.grid.voxel_volume_ml
-
-
 def emphysematous(patient: Patient, share: float) -> Case:
     def with_strength(strength: float) -> Patient:
-        return replace(patient, findings=replace(patient.findings, emphysema=(strength, strength)))
+        return sick(patient, emphysema=(strength, strength))
 
     return with_as_much(with_strength, low_attenuation_share, share, highest=1.0)
 
 
 def low_attenuation_share(phantom: Phantom) -> float:
     """Of the lungs, what is below -950 HU."""
+    return _share_of_lungs(phantom, phantom.hu < LOW_ATTENUATION_HU)
+
+
+def _ml(phantom: Phantom, tissue: Tissue) -> float:
+    return float((phantom.tissues == int(tissue)).sum()) * phantom.grid.voxel_volume_ml
+
+
+def _share_of_lungs(phantom: Phantom, what: Tensor) -> float:
     lung = phantom.labels > 0
-    return float(((phantom.hu < LOW_ATTENUATION_HU) & lung).sum()) / max(1, int(lung.sum()))
+    return float((what & lung).sum()) / max(1, int(lung.sum()))
 
 
 def with_as_much(
