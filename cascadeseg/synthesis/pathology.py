@@ -83,14 +83,14 @@ def _pleural_fluid(scene: Scene, side: int) -> Tensor | None:
     return _around_hilum(scene, side, torch.stack(found).amin(0)) if found else None
 
 
-def _around_hilum(scene: Scene, side: int, fluid: Tensor) -> Tensor:
-    """The distance to fluid that leaves room for the lung around its hilum, where vessels and bronchi hold it."""
+def _around_hilum(scene: Scene, side: int, filled: Tensor) -> Tensor:
+    """Distance to fluid or air that leaves room for the lung around its hilum, where vessels and bronchi hold it."""
     patient = scene.patient
     seed = patient.findings.seed
     reach = (10 + seed % 11) * scene.scale
     held = Beads.joined([anatomy.hilar_vessels(patient, side), anatomy.lobar_bronchi(patient, side)])
     wavy = 2 * scene.coarse_noise(seed + 64 + side, 18.0).clamp(-2, 2)
-    return smooth_max(fluid, reach + wavy - scene.coarse_splat(held, reach + 12), 8.0)
+    return smooth_max(filled, reach + wavy - scene.coarse_splat(held, reach + 12), 8.0)
 
 
 def _free_air_distance(scene: Scene, side: int) -> Tensor | None:
@@ -100,7 +100,8 @@ def _free_air_distance(scene: Scene, side: int) -> Tensor | None:
         return None
     height, across = _sideways(scene)
     top = -_dependent_wall(scene)
-    return (top - depth) - height - 0.1 * across.abs() + 4 * scene.coarse_noise(f.seed + 7 + side, 40.0)
+    air = (top - depth) - height - 0.1 * across.abs() + 4 * scene.coarse_noise(f.seed + 7 + side, 40.0)
+    return _around_hilum(scene, side, air)
 
 
 def remaining_lung(scene: Scene, part: Slices, side: int, cavity: Tensor) -> Tensor:

@@ -68,7 +68,8 @@ def draw_scanner(d: Draw, config: SynthesisConfig) -> Scanner:
     """Draw a scanner, its protocol and how the patient lies on its couch."""
     a, c = config.acquisition, config.confounders
     thin = d.uniform(0.5, 1.5) if d.chance(0.55) else d.pick((2.0, 2.5, 3.0, 5.0), (2, 3, 3, 3))
-    slice_mm = 8.0 if d.chance(0.012) else thin
+    rare = d.uniform(0, 1)
+    slice_mm = 8.0 if rare < 0.012 else 10.0 if rare < 0.024 else thin
     noise = d.lognormal(14, 0.75, 2.5, 80)
     posture = d.pick(("supine", "prone", "right", "left"), _with_rest(0.07, 0.03, 0.03, factor=a.posture))
     up = {"supine": (0.0, 1.0), "prone": (0.0, -1.0), "right": (1.0, 0.0), "left": (-1.0, 0.0)}[posture]

@@ -52,6 +52,18 @@ def test_dense_lung_stays_around_the_hilum_in_fluid(thick: float, compression: f
             assert abs(float(dense.median()) - patient.findings.dense_hu) < 15
 
 
+def test_lung_stays_around_the_hilum_in_free_air() -> None:
+    patient = quiet(pneumothorax=(150.0, 0.0))
+    phantom, whole = scanned(patient), scanned(quiet())
+    air = phantom.tissues == int(Tissue.PNEUMOTHORAX)
+    assert int(air.sum()) * 27 > 1_000_000
+    far = distance_to_hilum(patient, phantom, 0)
+    assert not bool((air & (far < 4)).any())
+    assert bool((air & (far < 25)).any())
+    lung = phantom.labels == 1
+    assert torch.equal(lung & (far > 3) & (far < 6), (whole.labels == 1) & (far > 3) & (far < 6))
+
+
 def test_a_little_fluid_changes_nothing_where_there_is_none() -> None:
     patient = quiet()
     without, little = scanned(patient), scanned(quiet(effusion=(10.0, 10.0), compression=(0.0, 0.0)))
