@@ -359,7 +359,7 @@ def scored(segmenter: Segmenter, path: str, change: str) -> dict[str, Any]:
 
 def slug(change: str) -> str:
     """A change's name as part of a file's."""
-    return re.sub("[^a-z0-9]+", "-", change).strip("-")
+    return re.sub("[^a-z0-9]+", "-", change.lower()).strip("-")
 
 
 def table(records: list[dict[str, Any]]) -> str:
