@@ -56,7 +56,7 @@ class DataConfig:
         fold: files only: the part that is held out.
         preset: synthetic only: a name from `cascadeseg.synthesis.PRESETS`, or a list of them, of which patients are
             by turns (a name may stand in it more than once).
-        cases: synthetic only: how many training patients there are in all.
+        cases: synthetic only: how many training patients there are at most; only those that the steps get to are made.
         initial: synthetic only: patients that are ready before the first step.
         steps_per_case: synthetic only: after this many steps one more patient joins, until there are ``cases``.
         validation: patients of the held-out part that each validation segments.

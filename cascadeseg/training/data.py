@@ -34,7 +34,7 @@ class Data:
     """Training and held-out patients, and patches by step and index.
 
     Attributes:
-        training: patients.
+        training: patients; of synthetic ones those that the run gets to in its steps.
         validation: those of the held-out ones that validations segment.
         warnings: what is odd about the scans of both, one line each.
     """
@@ -60,7 +60,8 @@ class Data:
             ExceptionGroup: of everything that is wrong with the data set.
         """
         self.config = config
-        self.training, held_out = patients_of(config, output / "split.json", stopped)
+        found, held_out = patients_of(config, output / "split.json", stopped)
+        self.training = found[: self._known(config.optimisation.steps, len(found))]
         self.validation = held_out[: config.data.validation]
         self.warnings = _warnings([*self.training, *self.validation])
         first = self.training[: config.data.initial]
@@ -85,7 +86,7 @@ class Data:
         if len(self.warnings) > NAMED_AT_MOST:
             tell(f"and {len(self.warnings) - NAMED_AT_MOST} more warnings")
         began = told = time.monotonic()
-        known = self._known(0)
+        known = self._known(0, len(self.training))
         for number, patient in enumerate(self.training[:known], start=1):
             self.store.names(patient)
             if number == known or time.monotonic() - told > TELL_EVERY_S:
@@ -96,12 +97,12 @@ class Data:
             found = f"the patients to come will take about {coming_gb:,.1f} GB of {self.store.folder}"
             tell(f"warning: {found}, where {free_gb:,.1f} GB are free; name another folder: --set data.cache=DIR")
 
-    def _known(self, step: int) -> int:
-        """How many of the training patients a step chooses from."""
+    def _known(self, step: int, of: int) -> int:
+        """How many of so many training patients a step chooses from."""
         if self.config.data.source != "synthetic":
-            return len(self.training)
+            return of
         joined = step // self.config.data.steps_per_case
-        return min(len(self.training), self.config.data.initial + joined)
+        return min(of, self.config.data.initial + joined)
 
     def cut(self, step: int, index: int, relief: Relief) -> Cut:
         """The raw patch of a step, and the generator of its variation.
@@ -111,7 +112,7 @@ class Data:
         """
         seed = self.config.optimisation.seed
         random = Generator().manual_seed(((seed * 1_000_003 + step) * LARGEST_BATCH + index) % 2**63)
-        known = self._known(step)
+        known = self._known(step, len(self.training))
         empty = set[int]()
         while len(empty) < known:
             chosen = int(torch.randint(0, known, (), generator=random))

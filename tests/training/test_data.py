@@ -712,6 +712,16 @@ def test_without_a_number_workers_take_all_processors_but_one_that_the_run_may_u
     assert Data(with_data(stage1("synthetic"), workers=0), tmp_path).store == 2
 
 
+def test_no_patient_is_rendered_that_the_run_does_not_get_to(tmp_path, monkeypatch):
+    monkeypatch.setattr("cascadeseg.training.data.CaseStore", lambda _, config, order, **__: order)
+    config = with_data(stage1("synthetic", steps=7), cases=60, initial=2, steps_per_case=3, validation=1)
+    data = Data(config, tmp_path)
+    assert [(patient.seed - config.data.seed, kind) for patient, kind in data.store] == [
+        (1, "cases"), (2, "cases"), (0, "whole"), (3, "cases"), (4, "cases"),
+    ]  # fmt: skip
+    assert len(data.training) == 4
+
+
 def test_workers_end_with_their_store(tmp_path):
     config = stage1("synthetic")
     patient = SyntheticPatient(1, "default", LabelNames())
