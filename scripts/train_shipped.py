@@ -213,8 +213,7 @@ def trained_on(first: Training, options: argparse.Namespace) -> list[Training]:
 
 def patients(config: TrainingConfig) -> int:
     """How many a training sees."""
-    data = config.data
-    return min(data.cases, data.initial + config.optimisation.steps // data.steps_per_case)
+    return config.data.joined(config.optimisation.steps)
 
 
 def rendered(stage: int, run: Path, config: TrainingConfig) -> None:

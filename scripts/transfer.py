@@ -126,9 +126,7 @@ def _config(preset: str, seed: int, overrides: list[str], options: argparse.Name
     own += [f"data.workers={options.workers}", f"data.cache={options.out / 'cases'}", "optimisation.tensorboard=false"]
     config = configs.load(RECIPE, TrainingConfig, [*own, *overrides])
     steps = options.steps or (500 if options.ablate else _steps_in(config, options))
-    most = config.data.initial + steps // config.data.steps_per_case
-    data = replace(config.data, cases=min(config.data.cases, most))
-    return replace(config, data=data, optimisation=replace(config.optimisation, steps=steps, save_every=250))
+    return replace(config, optimisation=replace(config.optimisation, steps=steps, save_every=250))
 
 
 def _steps_in(config: TrainingConfig, options: argparse.Namespace) -> int:

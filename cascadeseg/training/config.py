@@ -93,6 +93,10 @@ class DataConfig:
         """``preset`` as a list, whether one was named or several."""
         return (self.preset,) if isinstance(self.preset, str) else self.preset
 
+    def joined(self, step: int) -> int:
+        """How many synthetic training patients a step chooses from."""
+        return min(self.cases, self.initial + step // self.steps_per_case)
+
 
 @dataclass(frozen=True)
 class AugmentationConfig:

@@ -60,8 +60,7 @@ class Data:
             ExceptionGroup: of everything that is wrong with the data set.
         """
         self.config = config
-        found, held_out = patients_of(config, output / "split.json", stopped)
-        self.training = found[: self._known(config.optimisation.steps, len(found))]
+        self.training, held_out = patients_of(config, output / "split.json", stopped)
         self.validation = held_out[: config.data.validation]
         self.warnings = _warnings([*self.training, *self.validation])
         first = self.training[: config.data.initial]
@@ -86,7 +85,7 @@ class Data:
         if len(self.warnings) > NAMED_AT_MOST:
             tell(f"and {len(self.warnings) - NAMED_AT_MOST} more warnings")
         began = told = time.monotonic()
-        known = self._known(0, len(self.training))
+        known = self._known(0)
         for number, patient in enumerate(self.training[:known], start=1):
             self.store.names(patient)
             if number == known or time.monotonic() - told > TELL_EVERY_S:
@@ -97,12 +96,10 @@ class Data:
             found = f"the patients to come will take about {coming_gb:,.1f} GB of {self.store.folder}"
             tell(f"warning: {found}, where {free_gb:,.1f} GB are free; name another folder: --set data.cache=DIR")
 
-    def _known(self, step: int, of: int) -> int:
-        """How many of so many training patients a step chooses from."""
-        if self.config.data.source != "synthetic":
-            return of
-        joined = step // self.config.data.steps_per_case
-        return min(of, self.config.data.initial + joined)
+    def _known(self, step: int) -> int:
+        """How many of the training patients a step chooses from."""
+        data = self.config.data
+        return data.joined(step) if data.source == "synthetic" else len(self.training)
 
     def cut(self, step: int, index: int, relief: Relief) -> Cut:
         """The raw patch of a step, and the generator of its variation.
@@ -112,7 +109,7 @@ class Data:
         """
         seed = self.config.optimisation.seed
         random = Generator().manual_seed(((seed * 1_000_003 + step) * LARGEST_BATCH + index) % 2**63)
-        known = self._known(step, len(self.training))
+        known = self._known(step)
         empty = set[int]()
         while len(empty) < known:
             chosen = int(torch.randint(0, known, (), generator=random))
@@ -150,7 +147,7 @@ def patients_of(
             raise ConfigError("data.preset", ", ".join(unknown_presets) or "none", "one of " + ", ".join(PRESETS))
         if unknown := unknown_tissues(data.labels):
             raise ConfigError("data.labels", ", ".join(unknown), "tissues of the synthetic chest CT (`Tissue`)")
-        seeds = range(data.seed, data.seed + data.validation + data.cases)
+        seeds = range(data.seed, data.seed + data.validation + data.joined(config.optimisation.steps))
         all_of_them = [SyntheticPatient(n, presets[n % len(presets)], data.labels, data.device) for n in seeds]
         return all_of_them[data.validation :], all_of_them[: data.validation]
     listed = listing(Path(data.source))
