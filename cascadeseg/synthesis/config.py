@@ -35,6 +35,7 @@ class PathologyConfig:
     a share of the lungs); ``consolidation_density`` is where the draw of how solid one is ends, above 1 for more of
     them without any air. ``effusion_depth`` is the median thickness of pleural fluid at the dependent wall, body mm;
     of effusions, ``subpulmonic`` is the share that lie on the diaphragm as well, ``compression`` that squeeze lung.
+    ``pneumothorax_depth`` is the median thickness of free air at the non-dependent wall, body mm.
     ``mass_mm`` is the median radius of nodules and masses that are few.
     ``loculated`` is fluid that does not run to the lowest place, a lens at the wall with lung all around.
     """
@@ -61,6 +62,7 @@ class PathologyConfig:
     subpulmonic: float = 0.3
     compression: float = 0.75
     pneumothorax: float = 0.05
+    pneumothorax_depth: float = 18.0
     missing_lung: float = 0.03
     subcutaneous_air: float = 0.03
     raised_diaphragm: float = 0.08
@@ -200,6 +202,17 @@ _TRAINING = SynthesisConfig(
     view=ViewConfig(lung_free=0.14, partial=0.25, abdominal_slab=0.14),
 )
 
+
+def _training_with(**findings: float) -> SynthesisConfig:
+    """The training patients, fewer of them healthy, with other rates of findings; colons near the left dome."""
+    return replace(
+        _TRAINING,
+        pathology=replace(_TRAINING.pathology, healthy_share=0.2, **findings),
+        confounders=ConfounderConfig(high_colon=0.4),
+        view=ViewConfig(chest=0.4, lung_free=0.08, partial=0.2, one_lung=0.06, abdominal_slab=0.06, bases=0.08),
+    )
+
+
 PRESETS: dict[str, SynthesisConfig] = {
     "default": SynthesisConfig(),
     "healthy": SynthesisConfig(pathology=PathologyConfig(rate=0.0), view=_CHEST),
@@ -224,11 +237,7 @@ PRESETS: dict[str, SynthesisConfig] = {
         confounders=ConfounderConfig(high_colon=0.6),
         view=ViewConfig(chest=0.25, lung_free=0.1, partial=0.2, one_lung=0.06, abdominal_slab=0.08, bases=0.3),
     ),
-    "training_fluid": replace(
-        _TRAINING,
-        pathology=replace(_TRAINING.pathology, healthy_share=0.2, effusion=0.6, subpulmonic=0.7, compression=0.9),
-        confounders=ConfounderConfig(high_colon=0.4),
-        view=ViewConfig(chest=0.4, lung_free=0.08, partial=0.2, one_lung=0.06, abdominal_slab=0.06, bases=0.08),
-    ),
+    "training_fluid": _training_with(effusion=0.6, subpulmonic=0.7, compression=0.9),
+    "training_air": _training_with(pneumothorax=0.6, pneumothorax_depth=30.0),
 } | {f"without_{name}": config for name, config in _ablations().items()}
 """Patients by name; ``without_...`` are the default ones less one group, for ablations."""

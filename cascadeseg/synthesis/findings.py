@@ -106,7 +106,8 @@ def draw_findings(d: Draw, config: PathologyConfig, child: bool) -> Findings:
     effusion = [d.lognormal(deep, 0.7, 3, 5.5 * deep) if d.chance(config.effusion * f) else 0.0 for _ in range(2)]
     if effusion[0] and d.chance(0.5):
         effusion[1] = d.lognormal(0.9 * deep, 0.6, 3, 4 * deep)
-    air = [d.lognormal(18, 0.7, 3, 80) if d.chance(config.pneumothorax * f) else 0.0 for _ in range(2)]
+    wide = config.pneumothorax_depth
+    air = [d.lognormal(wide, 0.7, 3, 4.5 * wide) if d.chance(config.pneumothorax * f) else 0.0 for _ in range(2)]
     smoker = 0.0 if child else (d.uniform(0.25, 1.0) if d.chance(config.emphysema * f) else 0.0)
     collapse = d.uniform(4, 40) if d.chance(config.atelectasis * f) else 0.0
     extent = d.uniform(0.05, 0.75)

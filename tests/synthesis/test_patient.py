@@ -3,6 +3,7 @@
 from dataclasses import asdict, replace
 
 import numpy as np
+import pytest
 
 from cascadeseg.synthesis import PRESETS, SynthesisConfig, sample_patient
 from cascadeseg.synthesis.config import AcquisitionConfig, PathologyConfig
@@ -56,13 +57,15 @@ def test_consolidation_reaches_as_far_and_is_as_solid_as_asked() -> None:
     assert 0.25 < np.mean(np.array(scattered[1]) == 1) < 0.55
 
 
-def test_effusion_is_as_deep_as_asked() -> None:
+@pytest.mark.parametrize("finding", ["effusion", "pneumothorax"])
+def test_fluid_and_free_air_are_as_deep_as_asked(finding: str) -> None:
     def deepest(config: PathologyConfig) -> list[float]:
         findings = [sample_patient(seed, SynthesisConfig(pathology=config)).findings for seed in range(150)]
-        return [max(f.effusion) for f in findings]
+        return [max(getattr(f, finding)) for f in findings]
 
-    usual = PathologyConfig(healthy_share=0.0, effusion=1.0)
-    deep = replace(usual, effusion_depth=40.0)
+    always = {finding: 1.0, f"{finding}_depth": 20.0}
+    usual = PathologyConfig(healthy_share=0.0, **always)
+    deep = replace(usual, **{f"{finding}_depth": 40.0})
     assert max(deepest(usual)) <= 110
     assert np.allclose(np.median(deepest(deep)), 2 * np.median(deepest(usual)), rtol=0.05)
 
