@@ -5,7 +5,7 @@
 The same healthy patients in every curve (seeds from 600000): share of consolidated lung, volume of effusion, of fluid
 that adhesions keep at the ribs and of free air, emphysema (the share of the lungs below -950 HU, doi
 10.1164/ajrccm.152.2.7633722), slice thickness, noise, lung outside the field of view to the sides, lung above or below
-it. How much there is of it is measured in the rendered scan, not read off the knob. OUT gets one JSON file a point and
+it. How much there is of it is measured in the rendered scan, not read off the knob. OUT gets one JSON file a curve and
 patient in a folder named by the model's hash (one that is there is not made again, so it can be interrupted), table.md
 and the figure.
 """
@@ -13,8 +13,9 @@ and the figure.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -32,7 +33,9 @@ from cascadeseg.synthesis import PRESETS, Patient, Phantom, Tissue, sample_patie
 
 FIRST_SEED = 600_000
 VOXEL_MM: Volume = (1.5, 1.5, 2.0)
-SEARCH_MM: Volume = (4.0, 4.0, 4.0)
+COARSE_MM: Volume = (4.0, 4.0, 4.0)
+KNOTS = 9
+"""Coarse scans that tell how much of its knob a trouble needs."""
 LOW_ATTENUATION_HU = -950
 SMALLEST_ML = 5.0
 """Of a lung in the scan, for its Dice to mean anything."""
@@ -49,12 +52,12 @@ class Curve:
     Attributes:
         title: of its panel, with the unit.
         points: how much of it, from none to much.
-        make: the case of a patient and a point.
+        make: the cases of a patient, one a point.
     """
 
     title: str
     points: tuple[float, ...]
-    make: Callable[[Patient, float], Case]
+    make: Callable[[Patient, Sequence[float]], Iterator[Case]]
 
 
 # ------------------------------------------------------------------------------------ trouble in the patient
@@ -64,11 +67,8 @@ def sick(patient: Patient, **findings: Any) -> Patient:
     return replace(patient, findings=replace(patient.findings, **findings))
 
 
-def consolidated(patient: Patient, share: float) -> Case:
-    def with_extent(extent: float) -> Patient:
-        return sick(patient, consolidation=1.0 if extent else 0.0, consolidation_extent=extent)
-
-    return with_as_much(with_extent, consolidated_share, share, highest=1.6)
+def consolidated(patient: Patient, extent: float) -> Patient:
+    return sick(patient, consolidation=1.0 if extent else 0.0, consolidation_extent=extent)
 
 
 def consolidated_share(phantom: Phantom) -> float:
@@ -76,25 +76,17 @@ def consolidated_share(phantom: Phantom) -> float:
     return _share_of_lungs(phantom, phantom.tissues == int(Tissue.CONSOLIDATION))
 
 
-def effused(patient: Patient, volume_ml: float) -> Case:
+def effused(patient: Patient, depth: float) -> Patient:
     """Little fluid squeezes little lung, and lifts it little off the diaphragm."""
     lies_on_diaphragm = patient.findings.subpulmonic
-
-    def with_depth(depth: float) -> Patient:
-        below = (min(lies_on_diaphragm[0], depth), min(lies_on_diaphragm[1], depth))
-        squeezed = (min(15.0, depth), min(15.0, depth))
-        return sick(patient, effusion=(depth, depth), subpulmonic=below, compression=squeezed)
-
-    return with_as_much(with_depth, effusion_ml, volume_ml, highest=160.0)
+    below = (min(lies_on_diaphragm[0], depth), min(lies_on_diaphragm[1], depth))
+    squeezed = (min(15.0, depth), min(15.0, depth))
+    return sick(patient, effusion=(depth, depth), subpulmonic=below, compression=squeezed)
 
 
-def loculated(patient: Patient, volume_ml: float) -> Case:
+def loculated(patient: Patient, depth: float) -> Patient:
     """A lens of fluid at the ribs on either side, with aerated lung around it."""
-
-    def with_depth(depth: float) -> Patient:
-        return sick(patient, pockets=(depth, depth), pocket_width=2.0)
-
-    return with_as_much(with_depth, effusion_ml, volume_ml, highest=60.0)
+    return sick(patient, pockets=(depth, depth), pocket_width=2.0)
 
 
 def effusion_ml(phantom: Phantom) -> float:
@@ -102,24 +94,17 @@ def effusion_ml(phantom: Phantom) -> float:
     return _ml(phantom, Tissue.EFFUSION)
 
 
-def free_air(patient: Patient, volume_ml: float) -> Case:
+def free_air(patient: Patient, depth: float) -> Patient:
     """A pneumothorax: of every second patient on the right."""
-
-    def with_depth(depth: float) -> Patient:
-        return sick(patient, pneumothorax=(depth, 0.0) if patient.seed % 2 else (0.0, depth))
-
-    return with_as_much(with_depth, free_air_ml, volume_ml, highest=120.0)
+    return sick(patient, pneumothorax=(depth, 0.0) if patient.seed % 2 else (0.0, depth))
 
 
 def free_air_ml(phantom: Phantom) -> float:
     return _ml(phantom, Tissue.PNEUMOTHORAX)
 
 
-def emphysematous(patient: Patient, share: float) -> Case:
-    def with_strength(strength: float) -> Patient:
-        return sick(patient, emphysema=(strength, strength))
-
-    return with_as_much(with_strength, low_attenuation_share, share, highest=1.0)
+def emphysematous(patient: Patient, strength: float) -> Patient:
+    return sick(patient, emphysema=(strength, strength))
 
 
 def low_attenuation_share(phantom: Phantom) -> float:
@@ -137,19 +122,31 @@ def _share_of_lungs(phantom: Phantom, what: Tensor) -> float:
 
 
 def with_as_much(
-    with_knob: Callable[[float], Patient], measure: Callable[[Phantom], float], wanted: float, highest: float
-) -> Case:
-    """The patient whose trouble, measured in a coarse scan, comes closest to what is wanted; found by bisection."""
-    low, high = 0.0, highest if wanted else 0.0
-    for _ in range(8 if wanted else 0):
-        middle = (low + high) / 2
-        enough = measure(rendered(with_knob(middle), SEARCH_MM)[1]) > wanted
-        low, high = (low, middle) if enough else (middle, high)
-    scan, phantom = rendered(with_knob((low + high) / 2), VOXEL_MM)
-    return scan, phantom.labels.numpy(), measure(phantom)
+    patient: Patient,
+    points: Sequence[float],
+    *,
+    trouble: Callable[[Patient, float], Patient],
+    measure: Callable[[Phantom], float],
+    highest: float,
+) -> Iterator[Case]:
+    """The patient with the trouble whose measure comes close to each point.
+
+    A few coarse scans tell what the knob does; they lie closer where there is little of the trouble, as volumes grow
+    faster than depths.
+    """
+    knots = highest * np.linspace(0, 1, KNOTS) ** 2
+    amounts = np.maximum.accumulate([measure(rendered(trouble(patient, knot), COARSE_MM)[1]) for knot in knots])
+    for point in points:
+        knob = float(np.interp(point, amounts, knots)) if point else 0.0
+        scan, phantom = rendered(trouble(patient, knob), VOXEL_MM)
+        yield scan, phantom.labels.numpy(), measure(phantom)
 
 
 # ------------------------------------------------------------------------------------ trouble in the scan
+
+
+def each(patient: Patient, points: Sequence[float], *, make: Callable[[Patient, float], Case]) -> Iterator[Case]:
+    return (make(patient, point) for point in points)
 
 
 def thick(patient: Patient, slice_mm: float) -> Case:
@@ -197,38 +194,65 @@ def cut(scan: Scan, labels: Labels, box: Box) -> Case:
 
 CURVES = {
     "consolidation": Curve(
-        "consolidated share of the lungs", (0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8), consolidated
+        "consolidated share of the lungs",
+        (0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8),
+        partial(with_as_much, trouble=consolidated, measure=consolidated_share, highest=1.6),
     ),
-    "effusion": Curve("effusion, both sides, ml", (0, 100, 250, 500, 1000, 1500, 2000), effused),
-    "loculated": Curve("loculated fluid, both sides, ml", (0, 25, 50, 100, 200), loculated),
-    "pneumothorax": Curve("free air on one side, ml", (0, 100, 250, 500, 1000), free_air),
-    "emphysema": Curve(f"share of the lungs below {LOW_ATTENUATION_HU} HU", (0, 0.1, 0.2, 0.3, 0.5), emphysematous),
-    "slices": Curve("slice thickness, mm", (0.6, 1, 2, 3, 5, 8), thick),
-    "noise": Curve(f"noise, HU (SD in {VOXEL_MM[0]:g} x {VOXEL_MM[1]:g} x {VOXEL_MM[2]:g} mm)",
-                   (5, 20, 40, 80, 120, 200), noisy),
-    "width": Curve("share of the lungs beside the field of view", (0, 0.1, 0.2, 0.4, 0.6, 0.8), narrow),
-    "height": Curve("share of the lungs above or below the scan", (0, 0.1, 0.2, 0.4, 0.6, 0.8), short),
-}  # fmt: skip
+    "effusion": Curve(
+        "effusion, both sides, ml",
+        (0, 100, 250, 500, 1000, 1500, 2000),
+        partial(with_as_much, trouble=effused, measure=effusion_ml, highest=160.0),
+    ),
+    "loculated": Curve(
+        "loculated fluid, both sides, ml",
+        (0, 25, 50, 100, 200),
+        partial(with_as_much, trouble=loculated, measure=effusion_ml, highest=60.0),
+    ),
+    "pneumothorax": Curve(
+        "free air on one side, ml",
+        (0, 100, 250, 500, 1000),
+        partial(with_as_much, trouble=free_air, measure=free_air_ml, highest=120.0),
+    ),
+    "emphysema": Curve(
+        f"share of the lungs below {LOW_ATTENUATION_HU} HU",
+        (0, 0.1, 0.2, 0.3, 0.5),
+        partial(with_as_much, trouble=emphysematous, measure=low_attenuation_share, highest=1.0),
+    ),
+    "slices": Curve("slice thickness, mm", (0.6, 1, 2, 3, 5, 8), partial(each, make=thick)),
+    "noise": Curve(
+        f"noise, HU (SD in {VOXEL_MM[0]:g} x {VOXEL_MM[1]:g} x {VOXEL_MM[2]:g} mm)",
+        (5, 20, 40, 80, 120, 200),
+        partial(each, make=noisy),
+    ),
+    "width": Curve(
+        "share of the lungs beside the field of view", (0, 0.1, 0.2, 0.4, 0.6, 0.8), partial(each, make=narrow)
+    ),
+    "height": Curve(
+        "share of the lungs above or below the scan", (0, 0.1, 0.2, 0.4, 0.6, 0.8), partial(each, make=short)
+    ),
+}
 
 
 # ------------------------------------------------------------------------------------ measuring and showing
 
 
-def point_of(segmenter: Segmenter, name: str, point: float, seed: int) -> dict[str, Any]:
-    """One patient at one point of one curve."""
-    patient = sample_patient(seed, PRESETS["healthy"])
-    scan, labels, measured = CURVES[name].make(patient, point)
+def curve_of(segmenter: Segmenter, name: str, seed: int) -> list[dict[str, Any]]:
+    """One patient at all points of one curve."""
+    curve, patient = CURVES[name], sample_patient(seed, PRESETS["healthy"])
+    cases = curve.make(patient, curve.points)
+    return [
+        {"curve": name, "point": point, "seed": seed, **scored(segmenter, *case)}
+        for point, case in zip(curve.points, cases, strict=True)
+    ]
+
+
+def scored(segmenter: Segmenter, scan: Scan, labels: Labels, measured: float) -> dict[str, Any]:
     result = segmenter.segment(scan)
     there = [n for n in LUNGS if np.count_nonzero(labels == n.value) * scan.grid.voxel_volume_ml >= SMALLEST_ML]
-    scores = {lung.side: dice(result.labels, labels, lung.value) for lung in there}
-    verdicts = {lung.label.side: lung.verdict for lung in result.lungs}
     return {
-        "curve": name,
-        "point": point,
-        "seed": seed,
         "measured": measured,
-        "dice": scores,
-        "verdict": verdicts,
+        "dice": {lung.side: dice(result.labels, labels, lung.value) for lung in there},
+        "verdict": {lung.label.side: lung.verdict for lung in result.lungs},
         "quality": result.quality,
     }
 
@@ -293,12 +317,11 @@ def main() -> None:
     options = parser.parse_args()
     record = options.output / load_model(options.model).sha256[:12]
     jobs = {
-        record / f"{name}-{point:g}-{seed}.json": (name, point, seed)
+        record / f"{name}-{seed}.json": (name, seed)
         for name in options.curves
-        for point in CURVES[name].points
         for seed in range(FIRST_SEED, FIRST_SEED + options.patients)
     }
-    records = made(jobs, point_of, options.model, options.workers)
+    records = [point for curve in made(jobs, curve_of, options.model, options.workers) for point in curve]
     (options.output / "table.md").write_text(table(records), encoding="utf-8")
     draw(records, options.figure or options.output / "severity-curves.png")
     print(table(records))
