@@ -22,38 +22,24 @@ from typing import Any
 
 import numpy as np
 import SimpleITK
+from disease import PAINTED, Case, Labels, array_of, changed, image_of, lungs_of, nothing_of
 from phantoms import made
 from validate import reference_of, scans_of
 
 from cascadeseg import Segmenter, read_scan
 from cascadeseg.evaluation.metrics import evaluate
 from cascadeseg.formats import Scan, read_labels
-from cascadeseg.formats.doctor import audit
-from cascadeseg.geometry import Box, Grid, canonical_view
+from cascadeseg.geometry import Box, canonical_view
 from cascadeseg.labels import IGNORE, LUNGS
 from cascadeseg.network import load_model
 
 AIR_HU = -1024
 SMALLEST_ML = 50.0
 """What of a lung must be left in the scan for it to count."""
-DENSE_HU, FLUID_HU, DESTROYED_HU, FREE_AIR_HU, GRAIN_HU = 40.0, 10.0, -985.0, -1000.0, 15.0
-"""Of disease painted into real lungs; the grain is the standard deviation of its noise."""
-BRIGHTER, BLOOD_HU, VESSELS = 0.25, 50.0, 0.998
-"""How much of what contrast medium adds to the HU of blood, as the lungs' widest vessels hold it, dense lung gets."""
-BRONCHUS_HU = 60.0
-"""Darker than lung by this: the air of bronchi."""
-HALF_AIR_HU, SOME_AIR_HU = -600.0, -200.0
-"""Below which a voxel is lung, and no vessel; and holds some of the lung's air, at its border."""
-EDGE = 0.15
-"""How soft the edges of disease are, in standard deviations of the noise that it follows."""
 BESIDE_MM = 6.0
 """From the lungs to where a scan without lung begins: no reference is right to the slice."""
 THINNEST_MM = 30.0
 """Of a scan without lung."""
-
-Labels = np.ndarray[Any, Any]
-Case = tuple[Scan, Labels]
-
 
 # ------------------------------------------------------------------------------------ what is changed
 
@@ -141,12 +127,6 @@ def mirrored(scan: Scan, labels: Labels) -> Case:
     return changed(scan, scan.hu()[::-1]), other[::-1]
 
 
-def nothing_of(scan: Scan, labels: Labels) -> Case:
-    """No voxels: of this scan there is no such case."""
-    none = Box.whole((0, 0, 0))
-    return changed(scan, scan.hu(none)), labels[none.slices]
-
-
 def every_other_slice(scan: Scan, labels: Labels) -> Case:
     """Slices left out, the header telling so."""
     x, y, z = scan.grid.spacing_mm
@@ -200,133 +180,8 @@ CHANGES: dict[str, Callable[[Scan, Labels], Case]] = {
     "mirrored (situs inversus)": mirrored,
     "only what lies above the lungs": partial(without_lungs, above=True),
     "only what lies below the lungs": partial(without_lungs, above=False),
+    **PAINTED,
 }
-
-
-# ------------------------------------------------------------------------------------ disease, painted
-
-
-def painted(scan: Scan, labels: Labels, disease: Callable[..., Case], share: float) -> Case:
-    """Disease in a share of the lungs; of a scan without them there is no such case."""
-    return disease(scan, labels, share) if lungs_of(labels).any() else nothing_of(scan, labels)
-
-
-def consolidated(scan: Scan, labels: Labels, share: float) -> Case:
-    """Lung without air, in patches, most of it low and at the back.
-
-    Vessels stand out of it, bronchi keep their air, and contrast medium brightens it.
-    """
-    hu, lung = scan.hu(), lungs_of(labels)
-    y, z = (along(lung, axis) for axis in (1, 2))
-    weight = where_most(patches(scan, 14) - 1.5 * (y[:, None] + z), lung, share) * open_to(lung, hu)
-    smooth = array_of(SimpleITK.SmoothingRecursiveGaussian(image_of(scan, hu), 1.0))
-    weight *= smooth > np.median(hu[lung]) - BRONCHUS_HU
-    dense_hu = DENSE_HU + BRIGHTER * max(0.0, float(np.quantile(hu[lung], VESSELS)) - BLOOD_HU)
-    return changed(scan, hu + weight * (np.maximum(grained(scan, dense_hu), hu) - hu)), labels
-
-
-def emphysematous(scan: Scan, labels: Labels, share: float) -> Case:
-    """Lung destroyed, in spots, most of it at the top; what is not air there, as vessels, stays."""
-    hu, lung = scan.hu(), lungs_of(labels)
-    weight = where_most(patches(scan, 4) + along(lung, 2), lung, share) * (lung & (hu < HALF_AIR_HU))
-    return changed(scan, hu + weight * (grained(scan, DESTROYED_HU) - hu)), labels
-
-
-def effused(scan: Scan, labels: Labels, share: float) -> Case:
-    """Fluid in place of the lowest part of each lung of a patient who lies on the back: no lung any more."""
-    fluid = beyond_a_level(scan, labels, share, up=-1.0)
-    filled = np.where(fluid, grained(scan, FLUID_HU), scan.hu())
-    return changed(scan, filled), np.where(fluid & lungs_of(labels), 0, labels)
-
-
-def free_air(scan: Scan, labels: Labels, share: float) -> Case:
-    """Air in place of the highest part of each lung, as in a pneumothorax: no lung any more."""
-    air = beyond_a_level(scan, labels, share, up=1.0) & lungs_of(labels)
-    return changed(scan, np.where(air, grained(scan, FREE_AIR_HU), scan.hu())), np.where(air, 0, labels)
-
-
-def along(lung: Labels, axis: int) -> Labels:
-    """By index: how far it lies along the lungs' extent, from 0 to 1."""
-    place = np.flatnonzero(lung.any(tuple({0, 1, 2} - {axis})))
-    part: Labels = (np.arange(lung.shape[axis]) - place[0]) / max(1, place[-1] - place[0])
-    return part.clip(0, 1)
-
-
-def where_most(field: Labels, lung: Labels, share: float) -> Labels:
-    """From 0 to 1, with a soft edge: where a field is so high that a share of the lungs is."""
-    above = (field - np.quantile(field[lung], 1 - share)) / EDGE
-    risen: Labels = 1 / (1 + np.exp(-above.clip(-50, 50)))
-    return risen
-
-
-def beyond_a_level(scan: Scan, labels: Labels, share: float, up: float) -> Labels:
-    """What lies above (``up`` = -1: below) an uneven level that cuts a share off each lung, border voxels with it."""
-    height = up * along(lungs_of(labels), 1)[:, None] + 0.03 * patches(scan, 20)
-    beyond = np.zeros(labels.shape, bool)
-    for lung in LUNGS:
-        if (mine := labels == lung.value).any():
-            beyond |= open_to(mine, scan.hu()) & (height > np.quantile(height[mine], 1 - share))
-    return beyond
-
-
-def patches(scan: Scan, sd_mm: float) -> Labels:
-    """Smooth noise of standard deviation 1."""
-    noise = np.random.default_rng(1).normal(size=scan.grid.shape).astype(np.float32)
-    smooth = array_of(SimpleITK.SmoothingRecursiveGaussian(image_of(scan, noise), sd_mm))
-    centred: Labels = (smooth - smooth.mean()) / smooth.std()
-    return centred
-
-
-def grained(scan: Scan, hu: float) -> Labels:
-    """A tissue, with noise."""
-    grain: Labels = np.random.default_rng(2).normal(hu, GRAIN_HU, scan.grid.shape).astype(np.float32)
-    return grain
-
-
-def open_to(lung: Labels, hu: Labels) -> Labels:
-    """Lung, and the voxels at its border that hold some of its air."""
-    image = SimpleITK.GetImageFromArray(lung.astype(np.uint8))
-    wider: Labels = SimpleITK.GetArrayFromImage(SimpleITK.BinaryDilate(image, [1, 1, 1])) > 0
-    return lung | (wider & (hu < SOME_AIR_HU))
-
-
-PAINTED: dict[str, Callable[[Scan, Labels], Case]] = {
-    "20 % of the lungs consolidated": partial(painted, disease=consolidated, share=0.2),
-    "40 % of the lungs consolidated": partial(painted, disease=consolidated, share=0.4),
-    "60 % of the lungs consolidated": partial(painted, disease=consolidated, share=0.6),
-    "fluid in 15 % of each lung": partial(painted, disease=effused, share=0.15),
-    "fluid in 30 % of each lung": partial(painted, disease=effused, share=0.3),
-    "free air in 15 % of each lung": partial(painted, disease=free_air, share=0.15),
-    "emphysema in a third of the lungs": partial(painted, disease=emphysematous, share=1 / 3),
-}
-CHANGES |= PAINTED
-
-
-# ------------------------------------------------------------------------------------ scans and arrays
-
-
-def changed(scan: Scan, hu: Labels, spacing_mm: Any = None) -> Scan:
-    """The scan with other voxels, whole numbers as scanners store them, and what the doctor says of those."""
-    voxels = np.ascontiguousarray(hu.round().clip(-32768, 32767).astype(np.int16))
-    grid = Grid.axis_aligned(voxels.shape, scan.grid.spacing_mm if spacing_mm is None else spacing_mm)
-    return audit(Scan(voxels, grid, source=scan.source))
-
-
-def lungs_of(labels: Labels) -> Labels:
-    return np.isin(labels, [lung.value for lung in LUNGS])
-
-
-def image_of(scan: Scan, array: Labels) -> Any:
-    """(X, Y, Z) as ITK's image."""
-    image = SimpleITK.GetImageFromArray(array.transpose(2, 1, 0))
-    image.SetSpacing([float(mm) for mm in scan.grid.spacing_mm])
-    return image
-
-
-def array_of(image: Any) -> Labels:
-    """ITK's image as (X, Y, Z)."""
-    array: Labels = SimpleITK.GetArrayFromImage(image).transpose(2, 1, 0)
-    return array
 
 
 # ------------------------------------------------------------------------------------ measuring and showing

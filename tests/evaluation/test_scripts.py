@@ -86,6 +86,16 @@ def test_disease_is_painted_into_as_much_of_the_lungs_as_it_says_and_into_nothin
         kind = next(word for word in lies_low if word in name)
         other = np.abs(new - hu) > half_of_the_change[kind]
         assert not other[~lung].any(), name
+        if "squeezed" in name:
+            plain, its_reference = robustness.PAINTED[name.split(",")[0]](scan, labels)
+            assert (reference == its_reference).all(), "lung that fluid squeezes is lung"
+            squeezed = np.abs(new - plain.hu()) > half_of_the_change[kind]
+            beside = np.roll(reference != labels, 1, axis=1) & (reference > 0) & (hu < 0)
+            assert not squeezed[lung & (reference == 0)].any()
+            assert squeezed[beside].mean() > 0.95
+            assert 0.08 < squeezed[lung].mean() < 0.25
+            assert abs(np.median(new[squeezed & beside]) - 42) < 3
+            other &= ~squeezed
         assert abs(other[lung].mean() - share) < 0.03, name
         gone = lung & (reference != labels)
         assert not reference[gone].any(), name
