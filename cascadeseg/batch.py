@@ -420,11 +420,9 @@ def details(job: Job, result: Segmentation) -> str:
 
 def geometry(scan: Scan) -> str:
     """Size, spacing and orientation in a few words."""
-    from cascadeseg.evaluation.report import orientation
-
     shape = " x ".join(map(str, scan.grid.shape))
     spacing = " x ".join(f"{s:.4g}" for s in scan.grid.spacing_mm)
-    return f"{shape} voxels of {spacing} mm, {orientation(scan.grid)}"
+    return f"{shape} voxels of {spacing} mm, {scan.grid.orientation}"
 
 
 def _tell_failure(job: Job, error: Exception, options: argparse.Namespace) -> str:

@@ -20,6 +20,8 @@ import numpy.typing as npt
 Shape = tuple[int, int, int]
 Affine = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
+TOWARDS, AWAY = "RAS", "LPI"
+"""The letters of the world's axes, to where they grow and to where they come from."""
 SAME_GRID_MM = 0.1
 """Headers that differ by less say the same: formats round differently, and so do programs that correct a mask."""
 
@@ -136,6 +138,13 @@ class Grid:
         order = max(permutations(range(3)), key=lambda p: sum(abs(cosines[w, p[w]]) for w in range(3)))
         fx, fy, fz = (bool(cosines[w, order[w]] < 0) for w in range(3))
         return _shape(order), (fx, fy, fz)
+
+    @property
+    def orientation(self) -> str:
+        """Where each array axis grows to: ``RAS`` is right, anterior, superior, ``LPS`` left, posterior, superior."""
+        order, flips = self.canonical_axes()
+        letters = [(TOWARDS, AWAY)[flips[world]][world] for world in range(3)]
+        return "".join(letters[order.index(axis)] for axis in range(3))
 
     def canonical(self) -> Grid:
         """The grid of `canonical_view` of this grid's arrays: the same voxels, axes closest to RAS+."""

@@ -6,8 +6,9 @@ Every second kind of scan is sick, noisy or oddly cut, the others are broken as 
 upside down, slices lost. To these stress scans comes a quarter as many ordinary ones, patients of the default preset,
 usual voxel sizes; what is caught is told of the stress scans, false alarms of both, as most of what is segmented is
 ordinary. All scans are fitted on in the end; what the tables tell of a mask is what a fit says of it that was made
-without a seventh of the scans, the mask's own among them. OUT gets one JSON file a scan in a folder named by the
-model's hash, confidence.json and table.md; a scan that is there is not done again, so it can be interrupted.
+without a seventh of the scans, the mask's own among them. Whatever its quality, a mask is for review where the body
+lies otherwise than the header says; the border is fitted knowing that. OUT gets one JSON file a scan in a folder named
+by the model's hash, confidence.json and table.md; a scan that is there is not done again, so it can be interrupted.
 ``--write`` puts the calibration into the notes of the model's model.json, next to the weights it was fitted to; their
 hash stays.
 """
@@ -29,6 +30,7 @@ from phantoms import dice, made, rendered
 from cascadeseg import Segmenter
 from cascadeseg.atomic import replace_text
 from cascadeseg.cascade.confidence import NOTE, Calibration, Signs, features, judged
+from cascadeseg.cascade.orientation import UNLIKE_THE_HEADER
 from cascadeseg.errors import ScanError
 from cascadeseg.formats import Scan
 from cascadeseg.formats.doctor import audit
@@ -235,6 +237,11 @@ class Judgement:
     def ordinary(self) -> bool:
         return is_ordinary(self.seed)
 
+    @property
+    def unlike_the_header(self) -> bool:
+        """Whether it is for review whatever its quality: the body lies otherwise than the header says."""
+        return UNLIKE_THE_HEADER in self.reasons
+
 
 def judgements(scans: list[dict[str, Any]]) -> list[Judgement]:
     """Of all lungs that have a mask, or should have one."""
@@ -261,7 +268,11 @@ def fitted(masks: list[Judgement], rounds: int = 20_000, ridge: float = 1e-2) ->
     best, weights = float(y.mean() + mean / sd @ weights), weights / sd
     kept = {name: round(float(weight), 4) for name, weight in zip(names, weights, strict=True) if weight > 1e-4}
     calibration = Calibration(round(best, 4), kept, 0.0)
-    bad = [calibration.quality(one.signs) for one in masks if one.signs and not (one.good or one.ordinary)]
+    bad = [
+        0.0 if one.unlike_the_header else calibration.quality(one.signs)
+        for one in masks
+        if one.signs and not (one.good or one.ordinary)
+    ]
     return replace(calibration, review_below=round(float(np.quantile(bad, CAUGHT)), 4))
 
 
@@ -280,7 +291,9 @@ def quality(one: Judgement, fits: Fits) -> float:
 
 def reviewed(one: Judgement, fits: Fits) -> bool:
     """Whether the verdict on a lung is ``review``."""
-    return bool(judged(one.signs, fits[one.seed % FOLDS])[1] if one.signs else one.reasons)
+    if one.signs is None or one.unlike_the_header:
+        return bool(one.reasons)
+    return bool(judged(one.signs, fits[one.seed % FOLDS])[1])
 
 
 def grouped(rows: list[Judgement]) -> dict[str, list[Judgement]]:
@@ -337,7 +350,8 @@ def borders(rows: list[Judgement], fits: Fits) -> str:
     lines = [f"| review below | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]
     for border in (0.84, 0.85, 0.86, 0.87, 0.88, 0.89, 0.9, 0.91, 0.92):
         told = [
-            np.mean([quality(row, fits) < border for row in group]) if group else np.nan for group in columns.values()
+            np.mean([row.unlike_the_header or quality(row, fits) < border for row in group]) if group else np.nan
+            for group in columns.values()
         ]
         lines.append(f"| {border:g} | {' | '.join(f'{share:.1%}' for share in told)} |")
     return "\n".join(lines) + "\n"

@@ -119,12 +119,13 @@ def turned(scan: Scan, labels: Labels, axis: int, degrees: float) -> Case:
     return changed(scan, array_of(hu)), array_of(names)
 
 
-def mirrored(scan: Scan, labels: Labels) -> Case:
-    """Situs inversus: the heart and all else on the other side."""
+def reversed_along(scan: Scan, labels: Labels, axes: tuple[int, ...]) -> Case:
+    """Axes that run the other way without the header saying so; the lungs have the names that it gives them."""
     other = labels.copy()
-    for lung, opposite in zip(LUNGS, reversed(LUNGS), strict=True):
-        other[labels == lung.value] = opposite.value
-    return changed(scan, scan.hu()[::-1]), other[::-1]
+    if 0 in axes:
+        for lung, opposite in zip(LUNGS, reversed(LUNGS), strict=True):
+            other[labels == lung.value] = opposite.value
+    return changed(scan, np.flip(scan.hu(), axes)), np.flip(other, axes)
 
 
 def every_other_slice(scan: Scan, labels: Labels) -> Case:
@@ -147,6 +148,12 @@ def without_lungs(scan: Scan, labels: Labels, above: bool) -> Case:
     return changed(scan, scan.hu(box)), labels[box.slices]
 
 
+WRONG_HEADERS: dict[str, Callable[[Scan, Labels], Case]] = {
+    "mirrored (or situs inversus)": partial(reversed_along, axes=(0,)),
+    "upside down": partial(reversed_along, axes=(2,)),
+    "turned by 180 degrees (LPS for RAS)": partial(reversed_along, axes=(0, 1)),
+}
+"""All of their masks are to be reviewed: the header says otherwise."""
 CHANGES: dict[str, Callable[[Scan, Labels], Case]] = {
     "as it is": lambda scan, labels: (scan, labels),
     "every other slice": every_other_slice,
@@ -177,7 +184,7 @@ CHANGES: dict[str, Callable[[Scan, Labels], Case]] = {
     "1.3 times the size": partial(scaled, factor=1.3),
     "turned by 20 degrees about the long axis": partial(turned, axis=2, degrees=20),
     "turned by 20 degrees sideways": partial(turned, axis=1, degrees=20),
-    "mirrored (situs inversus)": mirrored,
+    **WRONG_HEADERS,
     "only what lies above the lungs": partial(without_lungs, above=True),
     "only what lies below the lungs": partial(without_lungs, above=False),
     **PAINTED,

@@ -96,6 +96,19 @@ def check_orientation(scan, segmenter, upright, order, flips):
         assert dice(labels, upright, lung.value) > 0.99
 
 
+@pytest.mark.parametrize(
+    ("axes", "body"), [((), "RAS"), ((0, 1), "LPS"), ((0,), "LAS"), ((2,), "RAI"), ((0, 2), "LAI")]
+)
+def test_a_header_that_lies_is_told(patient, segmenter, axes, body):
+    result = segmenter.segment(np.flip(patient[0].voxels, axes), patient[0].grid.affine)
+    assert result.orientation is not None
+    assert (result.orientation.header, result.orientation.body) == ("RAS", body)
+    lies = body != "RAS"
+    assert result.orientation.doubtful == lies
+    assert any("the header is wrong" in warning for warning in result.warnings) == lies
+    assert (result.verdict == "review") == lies
+
+
 @pytest.mark.parametrize("suffix", [".nii", ".nii.gz", ".mha", ".nrrd", "dicom"])
 def test_the_format_does_not_matter(patient, segmenter, upright, suffix, tmp_path):
     scan, _ = patient

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -29,6 +29,7 @@ from cascadeseg.cascade.crop import crop_lungs, settle_sides
 from cascadeseg.cascade.density import Density, Histogram, histogram, together
 from cascadeseg.cascade.locate import LAYERS, Coarse, locate
 from cascadeseg.cascade.merge import Labels, box_on, merge
+from cascadeseg.cascade.orientation import LEAST_ML, UNLIKE_THE_HEADER, Orientation, orientation_of
 from cascadeseg.cascade.plan import Plan, plan
 from cascadeseg.cascade.refine import Refined, refine
 from cascadeseg.cascade.windowed import restored
@@ -118,6 +119,7 @@ class Segmentation:
         device: where the networks ran; where memory ran out, the warnings tell what went on elsewhere.
         precision: ``fp32``, ``bf16`` or ``fp16``; the same holds.
         model: name, version and sha256 of the model.
+        orientation: how the body seems to lie; None where there is hardly any lung.
     """
 
     labels: Labels
@@ -129,6 +131,7 @@ class Segmentation:
     device: str
     precision: str
     model: dict[str, str] = field(default_factory=dict)
+    orientation: Orientation | None = None
 
     @property
     def histogram(self) -> Histogram | None:
@@ -221,18 +224,21 @@ class Segmenter:
         with torch.autocast(self.device.type, enabled=False):  # whatever is on around the call
             labels, traces = _segmented(scan, locator, refiner, planned, clock)
         with clock.step("measure", 0.97):
-            results = _results(scan, labels, traces, Calibration.of(self.model))
+            results = [_result(scan, labels, label, traces) for label in LUNGS]
+            orientation = _orientation(scan, results, traces)
+            lungs = _judged(scan, results, traces, orientation, Calibration.of(self.model))
         clock.progress("done", 1.0)
         return Segmentation(
             labels=labels,
             scan=scan,
-            lungs=results,
+            lungs=lungs,
             seconds=clock.seconds,
             peak_memory_mb=peak_memory_mb(),
-            warnings=(*scan.warnings, *_concerns(results), *locator.notes, *refiner.notes),
+            warnings=(*scan.warnings, *_concerns(lungs, orientation), *locator.notes, *refiner.notes),
             device=str(self.device),
             precision=self.refiner.precision,
             model={"name": self.model.name, "version": self.model.version, "sha256": self.model.sha256},
+            orientation=orientation,
         )
 
 
@@ -307,9 +313,21 @@ def _as_scan(scan: Any, affine: Any, before: Before) -> Scan:
     return scan_of(scan, affine)
 
 
-def _results(scan: Scan, labels: Labels, traces: _Traces, calibration: Calibration | None) -> tuple[LungResult, ...]:
+def _orientation(scan: Scan, results: Sequence[LungResult], traces: _Traces) -> Orientation | None:
+    if sum(lung.volume_ml for lung in results) < LEAST_ML:
+        return None
+    return orientation_of(traces.seen, [lung.lung for lung in traces.lungs], scan.grid)
+
+
+def _judged(
+    scan: Scan,
+    results: Sequence[LungResult],
+    traces: _Traces,
+    orientation: Orientation | None,
+    calibration: Calibration | None,
+) -> tuple[LungResult, ...]:
+    """The lungs with their qualities, and with the reasons to look at them."""
     refined = {lung.lung.label: lung for lung in traces.lungs}
-    results = [_result(scan, labels, label, refined.get(label), traces) for label in LUNGS]
     judgements = []
     for result, other in zip(results, reversed(results), strict=True):
         if result.signs is None:
@@ -322,11 +340,14 @@ def _results(scan: Scan, labels: Labels, traces: _Traces, calibration: Calibrati
             reasons = (RENAMED, *reasons)
         if result.cut:
             reasons = ("it goes on beyond the box that was segmented", *reasons)
+        if orientation and orientation.doubtful:
+            reasons = (UNLIKE_THE_HEADER, *reasons)
         judgements.append(replace(result, quality=quality, reasons=reasons, signs=signs))
     return tuple(judgements)
 
 
-def _result(scan: Scan, labels: Labels, label: Label, refined: Refined | None, traces: _Traces) -> LungResult:
+def _result(scan: Scan, labels: Labels, label: Label, traces: _Traces) -> LungResult:
+    refined = next((lung for lung in traces.lungs if lung.lung.label == label), None)
     if refined is None:
         return LungResult(label, 0.0, None, (), 0, None)
     grid = scan.grid.canonical()
@@ -359,12 +380,13 @@ def _touches(mask: Mask, box: Box, shape: tuple[int, ...]) -> tuple[str, ...]:
     return tuple(touched)
 
 
-def _concerns(lungs: tuple[LungResult, ...]) -> tuple[str, ...]:
+def _concerns(lungs: tuple[LungResult, ...], orientation: Orientation | None) -> tuple[str, ...]:
     """What a reader should know of a result."""
     missing = [lung.label.title for lung in lungs if lung.volume_ml == 0]
     if len(missing) == len(lungs):
         return ("no lung was found in this scan; the mask is empty",)
-    concerns = [f"no {title} was found" for title in missing]
+    concerns = [orientation.words] if orientation and orientation.doubtful else []
+    concerns += [f"no {title} was found" for title in missing]
     for lung in lungs:
         if lung.touches:
             where = " and ".join(lung.touches)

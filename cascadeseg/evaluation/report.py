@@ -17,10 +17,10 @@ from cascadeseg._version import __version__
 from cascadeseg.cascade.density import Density, Histogram
 from cascadeseg.errors import OutputError
 from cascadeseg.formats.scan import DicomSeries, Scan
-from cascadeseg.geometry import Grid
 from cascadeseg.labels import LUNGS
 
 if TYPE_CHECKING:
+    from cascadeseg.cascade.orientation import Orientation
     from cascadeseg.cascade.pipeline import LungResult, Segmentation
 
 SCHEMA = 1
@@ -56,6 +56,7 @@ def report_json(result: Segmentation, outputs: Mapping[str, Path], seconds: Mapp
         "precision": result.precision,
         "verdict": result.verdict,
         "quality": _rounded(result.quality),
+        "orientation": _orientation(result.orientation),
         "both_lungs": _content(result.histogram),
         "lungs": [_lung(lung) for lung in result.lungs],
         "seconds": {step: round(value, 3) for step, value in seconds.items()},
@@ -125,13 +126,6 @@ def read_table(path: Path) -> list[Row]:
     return rows
 
 
-def orientation(grid: Grid) -> str:
-    """Where each array axis grows to: ``RAS`` is right, anterior, superior; ``LPS`` is left, posterior, superior."""
-    order, flips = grid.canonical_axes()
-    letters = ["LPI"[world] if flips[world] else "RAS"[world] for world in range(3)]
-    return "".join(letters[order.index(axis)] for axis in range(3))
-
-
 def _versions() -> dict[str, str]:
     versions = {
         "cascadeseg": __version__,
@@ -151,7 +145,7 @@ def _scan(scan: Scan) -> dict[str, Any]:
         "path": scan.source,
         "shape": list(scan.grid.shape),
         "spacing_mm": [round(spacing, 6) for spacing in scan.grid.spacing_mm],
-        "orientation": orientation(scan.grid),
+        "orientation": scan.grid.orientation,
         "affine_ras_mm": scan.grid.affine.round(6).tolist(),
         "dicom": _dicom(scan.native),
     }
@@ -179,6 +173,18 @@ def _lung(lung: LungResult) -> dict[str, Any]:
         "quality": _rounded(lung.quality),
         "reasons": list(lung.reasons),
         "signs": {name: _rounded(value) for name, value in asdict(lung.signs).items()} if lung.signs else None,
+    }
+
+
+def _orientation(found: Orientation | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    return {
+        "header": found.header,
+        "body": found.body,
+        "likelihood": _rounded(found.likelihood),
+        "header_likelihood": _rounded(found.header_likelihood),
+        "doubtful": found.doubtful,
     }
 
 
