@@ -1,6 +1,6 @@
 """Trains the network that tells whether a body lies as its header says (cascadeseg/cascade/orientation.py).
 
-    python scripts/train_orientation.py OUT --cases FOLDER [FOLDER ...] [--steps 3000] [--seed 0] [--held-out 150]
+    python scripts/train_orientation.py OUT --cases FOLDER [FOLDER ...] [--steps 3500] [--seed 0] [--held-out 150]
                                         [--scans DIR] [--install]
 
 FOLDER is where trainings of stage 1 keep their synthetic patients (``data.cache``; OUT/cache of train_shipped.py); how
@@ -237,7 +237,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path)
     parser.add_argument("--cases", type=Path, nargs="+", required=True, help="folders of stage 1's patients")
-    parser.add_argument("--steps", type=int, default=3000, help="default 3000")
+    parser.add_argument("--steps", type=int, default=3500, help="default 3500")
     parser.add_argument("--seed", type=int, default=0, help="default 0")
     parser.add_argument("--held-out", type=int, default=150, metavar="N", help="patients not trained on; default 150")
     parser.add_argument("--scans", type=Path, help="real scans with references, to measure on, too")

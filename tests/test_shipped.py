@@ -105,7 +105,7 @@ def test_a_header_that_lies_is_told(patient, segmenter, axes, body):
     assert (result.orientation.header, result.orientation.body) == ("RAS", body)
     lies = body != "RAS"
     assert result.orientation.doubtful == lies
-    assert any("the header is wrong" in warning for warning in result.warnings) == lies
+    assert any("correct the header" in warning for warning in result.warnings) == lies
     assert (result.verdict == "review") == lies
 
 

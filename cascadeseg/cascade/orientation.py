@@ -12,19 +12,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from importlib import resources
 from itertools import permutations, product
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from torch import Tensor, nn
 
 from cascadeseg.cascade.crop import LungBox
 from cascadeseg.cascade.resample import resample_scan, windows_of
+from cascadeseg.errors import ModelError
 from cascadeseg.formats.scan import Scan, sampled_hu
 from cascadeseg.geometry import AWAY, TOWARDS, Affine, Box, Grid
-from cascadeseg.network.model import View
+from cascadeseg.network.model import View, shipped_model
 
 CUBE = 40
 """Voxels along each side of what the network sees."""
@@ -71,11 +72,11 @@ class Orientation:
         """What to tell of a doubtful one."""
         sides = dict(zip(self.header, self.body, strict=True))
         right = sides["R"] if "R" in sides else sides["L"].translate(OPPOSITE)
-        what = {"R": "", "L": ", and right and left are exchanged"}.get(right, ", and right and left mean nothing")
+        what = {"R": "", "L": "right and left are exchanged; "}.get(right, "right and left mean nothing; ")
         said, seen = (", ".join(codes) for codes in (self.header, self.body))
         return (
             f"the header says that the axes of the voxels grow towards {said}, the body looks as if they grew "
-            f"towards {seen}: if so, the header is wrong{what}"
+            f"towards {seen}: if so, {what}correct the header"
         )
 
 
@@ -159,8 +160,16 @@ def looked_like(header: str, turn: Turn) -> str:
 
 @lru_cache(maxsize=1)
 def shipped() -> Uprightness:
-    """The network in the package."""
-    network = Uprightness()
-    weights = (resources.files("cascadeseg") / "weights" / FILE).read_bytes()
-    network.load_state_dict({name: tensor.float() for name, tensor in load_tensors(weights).items()})
+    """The network in the package, read once.
+
+    Raises:
+        ModelError: its file is missing or damaged.
+    """
+    network, path = Uprightness(), shipped_model() / FILE
+    try:
+        weights = load_tensors(path.read_bytes())
+        network.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
+    except (OSError, RuntimeError, SafetensorError) as error:
+        found = f"weights that cannot be read ({str(error).splitlines()[0]})"
+        raise ModelError(path, found, "those that the package came with", "install cascadeseg again") from error
     return network.eval()

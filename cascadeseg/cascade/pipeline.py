@@ -29,7 +29,7 @@ from cascadeseg.cascade.crop import crop_lungs, settle_sides
 from cascadeseg.cascade.density import Density, Histogram, histogram, together
 from cascadeseg.cascade.locate import LAYERS, Coarse, locate
 from cascadeseg.cascade.merge import Labels, box_on, merge
-from cascadeseg.cascade.orientation import LEAST_ML, UNLIKE_THE_HEADER, Orientation, orientation_of
+from cascadeseg.cascade.orientation import LEAST_ML, UNLIKE_THE_HEADER, Orientation, orientation_of, shipped
 from cascadeseg.cascade.plan import Plan, plan
 from cascadeseg.cascade.refine import Refined, refine
 from cascadeseg.cascade.windowed import restored
@@ -172,7 +172,8 @@ class Segmenter:
 
         Raises:
             ConfigError: a limit that is no number above 0.
-            ModelError: the model cannot be read, or has no second stage.
+            ModelError: the model, or the network that looks at the orientation, cannot be read, or there is no second
+                stage.
             DeviceError: there is no such device, no such precision, or no GPU whose memory to limit.
         """
         self.device = find_device(device)
@@ -191,6 +192,7 @@ class Segmenter:
                 "both stages",
                 "train the second: cascadeseg train --stage 2",
             )
+        shipped()  # where it is damaged, that is told before any scan is read
         self.max_memory_gb, self.max_vram_gb = max_memory_gb, max_vram_gb
         self.locator = BoundedEngine(self.model.locator, self.device, precision)
         self.refiner = BoundedEngine(self.model.refiner, self.device, precision)
@@ -391,8 +393,8 @@ def _concerns(lungs: tuple[LungResult, ...], orientation: Orientation | None) ->
         if lung.touches:
             where = " and ".join(lung.touches)
             concerns.append(f"the {lung.label.title} touches the {where} border of the scan: its volume may be partial")
-        if lung.volume_ml and lung.reasons:
-            concerns.append(f"look at the {lung.label.title}: {'; '.join(lung.reasons)}")
+        if reasons := [reason for reason in lung.reasons if lung.volume_ml and reason != UNLIKE_THE_HEADER]:
+            concerns.append(f"look at the {lung.label.title}: {'; '.join(reasons)}")
     return tuple(concerns)
 
 

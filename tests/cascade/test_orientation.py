@@ -5,10 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from cascadeseg.cascade import orientation
 from cascadeseg.cascade.crop import LungBox
 from cascadeseg.cascade.orientation import (
     CUBE,
+    FILE,
     LEAST_ML,
     TURNS,
     VIEW,
@@ -20,6 +23,7 @@ from cascadeseg.cascade.orientation import (
     shipped,
     turned,
 )
+from cascadeseg.errors import ModelError
 from cascadeseg.formats import Scan
 from cascadeseg.geometry import Box
 from cascadeseg.labels import LEFT_LUNG, RIGHT_LUNG
@@ -49,16 +53,16 @@ def test_letters_tell_what_a_turn_makes_upright(turn):
 @pytest.mark.parametrize(
     ("header", "body", "sides"),
     [
-        ("RAS", "LPS", ", and right and left are exchanged"),
-        ("LPS", "RPS", ", and right and left are exchanged"),
+        ("RAS", "LPS", "right and left are exchanged; "),
+        ("LPS", "RPS", "right and left are exchanged; "),
         ("LPS", "LPI", ""),
         ("SRA", "IRA", ""),
-        ("RAS", "SAR", ", and right and left mean nothing"),
+        ("RAS", "SAR", "right and left mean nothing; "),
     ],
 )
 def test_words_say_what_it_means_for_the_sides(header, body, sides):
     words = Orientation(header, body, 0.97, 0.001).words
-    assert words.endswith(f"if so, the header is wrong{sides}")
+    assert words.endswith(f": if so, {sides}correct the header")
     assert f"towards {', '.join(header)}, " in words
     assert f"towards {', '.join(body)}: " in words
 
@@ -109,3 +113,16 @@ def test_slivers_are_too_little_to_tell_from():
     assert 0 < sum(lung.volume_ml for lung in bases.lungs) < LEAST_ML
     assert bases.orientation is None
     assert {lung.label for lung in bases.lungs} == {RIGHT_LUNG, LEFT_LUNG}
+
+
+@pytest.mark.parametrize("content", [None, b"cut off", "another network's"])
+def test_damaged_weights_are_told_in_one_line(content, tmp_path, monkeypatch):
+    if isinstance(content, str):
+        save_file({"head.bias": torch.zeros(1)}, tmp_path / FILE)
+    elif content:
+        (tmp_path / FILE).write_bytes(content)
+    monkeypatch.setattr(orientation, "shipped_model", lambda: tmp_path)
+    with pytest.raises(ModelError, match="install cascadeseg again") as caught:
+        orientation.shipped.__wrapped__()
+    assert FILE in str(caught.value)
+    assert "\n" not in str(caught.value)
