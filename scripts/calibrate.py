@@ -8,8 +8,9 @@ usual voxel sizes; what is caught is told of the stress scans, false alarms of b
 ordinary. All scans are fitted on in the end; what the tables tell of a mask is what a fit says of it that was made
 without a seventh of the scans, the mask's own among them. Bad is a mask with a Dice below 0.9, and one of a scan whose
 header is wrong about how the body lies, as right and left are. Whatever its quality, a mask is for review where the
-cascade says that; the border is fitted knowing it. OUT gets one JSON file a scan in a folder named by the model's hash,
-confidence.json and table.md; a scan that is there is not done again, so it can be interrupted.
+cascade says that; the border of quality is fitted on what it can tell, the Dice. OUT gets one JSON file a scan in a
+folder named by the model's hash, confidence.json and table.md; a scan that is there is not done again, so it can be
+interrupted.
 ``--write`` puts the calibration into the notes of the model's model.json, next to the weights it was fitted to; their
 hash stays.
 """
@@ -245,9 +246,14 @@ class Judgement:
     reasons: tuple[str, ...]
 
     @property
+    def exact(self) -> bool:
+        """Whether its Dice is good, by the names that the header gives."""
+        return self.dice >= GOOD_DICE
+
+    @property
     def good(self) -> bool:
         """Whether nobody needs to look at it."""
-        return self.dice >= GOOD_DICE and not lies(self.seed)
+        return self.exact and not lies(self.seed)
 
     @property
     def ordinary(self) -> bool:
@@ -284,11 +290,7 @@ def fitted(masks: list[Judgement], rounds: int = 20_000, ridge: float = 1e-2) ->
     best, weights = float(y.mean() + mean / sd @ weights), weights / sd
     kept = {name: round(float(weight), 4) for name, weight in zip(names, weights, strict=True) if weight > 1e-4}
     calibration = Calibration(round(best, 4), kept, 0.0)
-    bad = [
-        0.0 if one.unlike_the_header else calibration.quality(one.signs)
-        for one in masks
-        if one.signs and not (one.good or one.ordinary)
-    ]
+    bad = [calibration.quality(one.signs) for one in masks if one.signs and not (one.exact or one.ordinary)]
     return replace(calibration, review_below=round(float(np.quantile(bad, CAUGHT)), 4))
 
 
