@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from phantoms import dice, made, rendered
+from phantoms import dice, lies_otherwise, made, rendered
 
 from cascadeseg import Segmenter
 from cascadeseg.atomic import replace_text
@@ -56,8 +56,6 @@ CLEARLY_GOOD_DICE = 0.95
 """About as good as one reader's contours by another's."""
 CAUGHT = 0.92
 """Of the bad masks of the stress scans fitted on. The bar for those tested on is 90 %, with false alarms under 5 %."""
-ASKEW = 45.0
-"""Degrees about the long axis, from which on a patient lies otherwise than the header says."""
 SMALLEST_ML = 5.0
 """What of a lung must be in the scan for its absence from the mask to be an error."""
 
@@ -203,7 +201,7 @@ def lies(seed: int) -> bool:
     else:
         kind = KINDS[seed % len(KINDS)]
         patient = patient_of(seed, kind, np.random.default_rng(seed))
-    return kind in ("upside down", "turned") or patient.mirror or abs(patient.torso.rotation[2]) > ASKEW
+    return kind in ("upside down", "turned") or lies_otherwise(patient)
 
 
 def is_ordinary(seed: int) -> bool:

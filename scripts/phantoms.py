@@ -17,12 +17,19 @@ from cascadeseg.formats import Scan
 from cascadeseg.synthesis import Patient, Phantom, render
 
 Volume = tuple[float, float, float]
+ASKEW = 45.0
+"""Degrees about the long axis, from which on a patient lies otherwise than the header says."""
 
 
 def rendered(patient: Patient, spacing_mm: Volume) -> tuple[Scan, Phantom]:
     """A patient's scan as a file would hold it, and what it shows."""
     phantom = render(patient, patient.field_of_view(spacing_mm))
     return Scan(phantom.voxels(), phantom.grid, source=f"synthetic {patient.seed}"), phantom
+
+
+def lies_otherwise(patient: Patient) -> bool:
+    """Whether the header of a patient's scan is wrong about how the body lies, or the patient is a mirror image."""
+    return patient.mirror or abs(patient.torso.rotation[2]) > ASKEW
 
 
 def dice(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any], value: int) -> float:

@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from phantoms import lies_otherwise
 from safetensors.torch import load_file, save_file
 
 from cascadeseg.cascade.orientation import (
@@ -53,7 +54,8 @@ from cascadeseg.network import shipped_model
 from cascadeseg.network.model import View
 from cascadeseg.synthesis import PRESETS, sample_patient
 
-PATCHES, FLIPS, OTHERS = 8, 4, 5
+CHESTS, FLIPS, OTHERS = 8, 4, 5
+"""Of a step: chests, and of each so many mirror images and so many with axes exchanged beside itself."""
 SHIFT_MM, SIZE = 24.0, 0.2
 """What is varied: the centre, along each axis, and the logarithm of the size."""
 COARSE_MM = 4.0
@@ -89,7 +91,7 @@ def chests_in(folders: Iterable[Path]) -> list[Chest]:
 def chest_of(seed: int, path: Path) -> Chest | None:
     """The patient of a seed, as a training of stage 1 has kept it; None for one not to learn from."""
     patient = sample_patient(seed, PRESETS["training"])  # of all presets alike, as far as it matters here
-    if patient.mirror or abs(patient.torso.rotation[2]) > 45:
+    if lies_otherwise(patient):
         return None
     view = View(spacing_mm=2.0)  # of stage 1; the window is the same in all recipes
     step = round(COARSE_MM / view.spacing_mm)
@@ -157,7 +159,7 @@ def trained(chests: list[Chest], steps: int, seed: int) -> Uprightness:
 
     def seen(step: int) -> torch.Tensor:
         of_step = np.random.default_rng((seed, step))
-        chosen = of_step.integers(0, len(chests), PATCHES)
+        chosen = of_step.integers(0, len(chests), CHESTS)
         return torch.stack([varied(chests[n], of_step) for n in chosen])
 
     with ThreadPoolExecutor(1) as pool:
@@ -166,7 +168,7 @@ def trained(chests: list[Chest], steps: int, seed: int) -> Uprightness:
             cubes, following = following.result(), pool.submit(seen, step + 1)
             some = [0, *random.choice(MIRRORS, FLIPS, replace=False), *random.choice(EXCHANGED, OTHERS, replace=False)]
             scores = torch.stack([network(turned(cubes, TURNS[n])) for n in some], dim=1)
-            loss = F.cross_entropy(scores, torch.zeros(PATCHES, dtype=torch.long))
+            loss = F.cross_entropy(scores, torch.zeros(CHESTS, dtype=torch.long))
             optimiser.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimiser.step()

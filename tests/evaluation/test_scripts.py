@@ -12,6 +12,7 @@ from pathlib import Path
 import nibabel
 import numpy as np
 import pytest
+import torch
 
 from cascadeseg import read_scan
 from cascadeseg.formats import Scan
@@ -120,3 +121,31 @@ def test_a_lung_that_neither_mask_has_is_a_full_match_as_in_any_score(
     scans = transfer._read(folder, load_model().locator.view)
     dice = transfer._measured(shipped_model(), scans)["dice"]
     assert dice == {"none right": 1, "none left": 1, "one right": 0, "one left": 1}
+
+
+def test_the_network_for_the_orientation_learns_from_those_who_lie_as_their_header_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    script = importlib.import_module("train_orientation")
+    labels = np.zeros((80, 60, 70), np.uint8)
+    labels[8:30, 10:50, 5:65] = 1
+    labels[50:72, 10:50, 5:65] = 2
+    image = np.where(labels > 0, 0.2, 1.06).astype(np.float16)[None]
+    right, turned, mirrored, no_lungs = 700001, 900001, 700000, 700002
+    for seed in (right, turned, mirrored, no_lungs):
+        np.save(tmp_path / f"synthetic_{seed}.image.npy", image)
+        np.save(tmp_path / f"synthetic_{seed}.labels.npy", labels if seed != no_lungs else labels * 0)
+    (chest,) = script.chests_in([tmp_path])
+    assert script.middle(chest) == pytest.approx([79, 58, 68], abs=4), "mm from the first voxel, at 4 mm"
+    random = np.random.default_rng(0)
+    parts = [script.cut(chest, random) for _ in range(20)]
+    assert min(part.lungs.sum() * part.scan.grid.voxel_volume_ml for part in parts) >= script.LEAST_ML
+    assert any(part.lungs.size < chest.lungs.size for part in parts)
+    torch.manual_seed(0)
+    before = script.Uprightness().state_dict()
+    network = script.trained([chest], 2, 0)
+    assert not all(before[name].equal(tensor) for name, tensor in network.state_dict().items())
+    rows = script.table({"toys": [("toy", chest)]}, network).splitlines()
+    assert rows[0] == "| | toys (1) |"
+    assert [row[2:5] for row in rows[2:10]] == ["RAS", "RAI", "RPS", "RPI", "LAS", "LAI", "LPS", "LPI"]
