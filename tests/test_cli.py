@@ -351,7 +351,7 @@ def test_the_report_has_everything(tmp_path: Path) -> None:
     report = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
     assert set(report) == {
         "schema", "versions", "scan", "model", "device", "precision", "lungs", "seconds", "total_seconds",
-        "peak_memory_mb", "warnings", "outputs", "verdict", "quality", "both_lungs",
+        "peak_memory_mb", "warnings", "outputs", "verdict", "quality", "orientation", "both_lungs",
     }  # fmt: skip
     assert report["schema"] == 1
     assert report["versions"]["cascadeseg"] == cascadeseg.__version__
