@@ -53,6 +53,11 @@ class Box:
         return _shape([b - a for a, b in zip(self.start, self.stop, strict=True)])
 
     @property
+    def middle(self) -> tuple[float, ...]:
+        """In voxels, whose centres are whole numbers."""
+        return tuple((a + b - 1) / 2 for a, b in zip(self.start, self.stop, strict=True))
+
+    @property
     def slices(self) -> tuple[slice, slice, slice]:
         """For indexing: ``array[box.slices]``."""
         x, y, z = (slice(a, b) for a, b in zip(self.start, self.stop, strict=True))

@@ -33,13 +33,13 @@ from phantoms import lies_otherwise
 from safetensors.torch import load_file, save_file
 
 from cascadeseg.cascade.orientation import (
-    DOUBT,
     FILE,
     LEAST_ML,
     TURNS,
     VIEW,
     Uprightness,
     chest_cube,
+    is_doubtful,
     likelihoods_of,
     looked_like,
     turned,
@@ -148,7 +148,7 @@ def varied(chest: Chest, random: Random) -> torch.Tensor:
 def middle(chest: Chest) -> np.ndarray[Any, Any]:
     """Of the box around the lungs, in mm."""
     box = bounding_box(chest.lungs) or Box.whole(chest.lungs.shape)
-    return chest.scan.grid.world([(a + b - 1) / 2 for a, b in zip(box.start, box.stop, strict=True)])
+    return chest.scan.grid.world(box.middle)
 
 
 # ------------------------------------------------------------------------------------------------- training
@@ -193,19 +193,22 @@ def table(chests: dict[str, list[tuple[str, Chest]]], network: Uprightness) -> s
         group: torch.stack([likelihoods_of(chest_cube(chest.scan, middle(chest)), network) for _, chest in members])
         for group, members in chests.items()
     }
+    doubted = {
+        group: torch.as_tensor(is_doubtful(of, of.amax(dim=1, keepdim=True))) for group, of in likelihoods.items()
+    }
     lines = [f"| | {' | '.join(f'{group} ({len(of)})' for group, of in likelihoods.items())} |"]
     lines.append("|---" * (1 + len(chests)) + "|")
     for n in (0, *MIRRORS):
         code = looked_like("RAS", TURNS[n])
-        doubted = [f"{(of[:, n] < DOUBT).float().mean():.1%}" for of in likelihoods.values()]
-        lines.append(f"| {code}: {WORDS[code]} | {' | '.join(doubted)} |")
-    rest = [f"{(of[:, EXCHANGED] < DOUBT).float().mean():.1%}" for of in likelihoods.values()]
+        told = [f"{doubted[group][:, n].float().mean():.1%}" for group in chests]
+        lines.append(f"| {code}: {WORDS[code]} | {' | '.join(told)} |")
+    rest = [f"{doubted[group][:, EXCHANGED].float().mean():.1%}" for group in chests]
     lines.append(f"| axes exchanged, 40 ways | {' | '.join(rest)} |")
     right = [f"{(of.argmax(dim=1) == 0).float().mean():.1%}" for of in likelihoods.values()]
     lines.append(f"| (upright is likeliest of all 48) | {' | '.join(right)} |")
     for group, of in likelihoods.items():
-        for (name, _), one in zip(chests[group], of, strict=True):
-            if one[0] < DOUBT:
+        for (name, _), one, doubts in zip(chests[group], of, doubted[group], strict=True):
+            if doubts[0]:
                 best = looked_like("RAS", TURNS[int(one.argmax())])
                 lines.append(f"\n{name}: RAS {one[0]:.4f}, {best} {one.max():.3f}")
     return "\n".join(lines) + "\n"

@@ -34,7 +34,9 @@ WIDTHS = (8, 16, 32)
 LEAST_ML = 80.0
 """Of lung, to tell anything from."""
 DOUBT = 0.01
-"""A header of less probability is doubted."""
+"""A header of less likelihood is doubted ..."""
+DEFINITE = 0.5
+"""... where another way has at least this: of what looks like no chest at all nobody can tell how it lies."""
 FILE = "orientation.safetensors"
 UNLIKE_THE_HEADER = "the body seems to lie otherwise than the header says"
 OPPOSITE = str.maketrans(TOWARDS + AWAY, AWAY + TOWARDS)
@@ -64,8 +66,8 @@ class Orientation:
 
     @property
     def doubtful(self) -> bool:
-        """Whether the header is hardly right."""
-        return self.header_likelihood < DOUBT
+        """Whether the header is hardly right, and something else is."""
+        return bool(is_doubtful(self.header_likelihood, self.likelihood))
 
     @property
     def words(self) -> str:
@@ -78,6 +80,11 @@ class Orientation:
             f"the header says that the axes of the voxels grow towards {said}, the body looks as if they grew "
             f"towards {seen}: if so, {what}correct the header"
         )
+
+
+def is_doubtful(header: float | Tensor, likeliest: float | Tensor) -> bool | Tensor:
+    """Whether a header is doubted, by its own likelihood and by the largest one; of one scan or of many."""
+    return (header < DOUBT) & (likeliest >= DEFINITE)
 
 
 class Uprightness(nn.Module):
@@ -134,7 +141,7 @@ def orientation_of(scan: Scan, lungs: Sequence[LungBox], grid: Grid) -> Orientat
     if not lungs:
         return None
     around = Box.around([lung.box for lung in lungs])
-    centre = lungs[0].grid.world([(a + b - 1) / 2 for a, b in zip(around.start, around.stop, strict=True)])
+    centre = lungs[0].grid.world(around.middle)
     hu, sampled = sampled_hu(scan)
     seen = replace(scan, voxels=hu, grid=sampled, slope=1.0, intercept=0.0)
     likelihoods = likelihoods_of(chest_cube(seen, centre), shipped())

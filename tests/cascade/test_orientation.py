@@ -67,8 +67,9 @@ def test_words_say_what_it_means_for_the_sides(header, body, sides):
     assert f"towards {', '.join(body)}: " in words
 
 
-def test_a_header_is_doubted_where_it_is_hardly_right():
+def test_a_header_is_doubted_where_it_is_hardly_right_and_something_else_is():
     assert Orientation("RAS", "LPS", 0.97, 0.001).doubtful
+    assert not Orientation("RAS", "LSP", 0.07, 0.006).doubtful, "of no chest at all"
     assert not Orientation("RAS", "LPS", 0.5, 0.3).doubtful
 
 
