@@ -30,7 +30,7 @@ from cascadeseg.network.model import View, shipped_model
 CUBE = 40
 """Voxels along each side of what the network sees."""
 VIEW = View(spacing_mm=8.0, tissue_low_hu=-150.0, tissue_high_hu=350.0)
-WIDTHS = (8, 16, 32)
+WIDTHS = (8, 24, 64)
 LEAST_ML = 80.0
 """Of lung, to tell anything from."""
 DOUBT = 0.01
@@ -97,6 +97,7 @@ class Uprightness(nn.Module):
         for width in WIDTHS:
             layers += [nn.Conv3d(channels, width, 3, stride=2, padding=1), nn.ReLU()]
             channels = width
+        layers += [nn.Conv3d(channels, channels, 3, padding=1), nn.ReLU()]
         self.body = nn.Sequential(*layers)
         self.dropout = nn.Dropout(0.3)
         self.head = nn.Linear(channels * (CUBE // 2 ** len(WIDTHS)) ** 3, 1)
