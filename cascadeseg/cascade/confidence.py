@@ -47,10 +47,6 @@ ROOM_MM = 60.0
 """A lung is missed where the scan goes on for this long beyond the other one."""
 OWN_SIDE = 0.1
 """Of its width, what a single lung has at least on its own side of the middle of the scan."""
-LEFT_OPEN = "disagreement", "doubt", "coarse_doubt"
-"""The signs that grow with what the stages do not agree about or are not sure of."""
-LEAST_OWN = 0.5
-"""Of the surface, what is taken for the lung's own at least."""
 RENAMED = "stage 1 took it for the other lung: its side was told from where the two lie"
 
 Values = npt.NDArray[Any]
@@ -144,14 +140,8 @@ class Calibration:
 
 
 def features(signs: Signs) -> dict[str, float]:
-    """The signs as the linear model takes them: square roots, so that little trouble counts, and much no more.
-
-    What the stages leave open counts by the share of the surface that is the lung's own: where a scan ends they go by
-    half of what they are used to and are less sure, but the lung ends there for certain.
-    """
-    own = max(1 - signs.border, LEAST_OWN)
-    taken = replace(signs, **{name: getattr(signs, name) * own for name in LEFT_OPEN})
-    return {name: math.sqrt(max(value, 0.0)) for name, value in asdict(taken).items()}
+    """The signs as the linear model takes them: square roots, so that little trouble counts, and much no more."""
+    return {name: math.sqrt(max(value, 0.0)) for name, value in asdict(signs).items()}
 
 
 def judged(signs: Signs, calibration: Calibration | None) -> tuple[float | None, tuple[str, ...]]:

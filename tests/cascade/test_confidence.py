@@ -115,16 +115,6 @@ def test_quality_never_grows_with_trouble():
     assert CALIBRATION.quality(replace(CLEAN, disagreement=9.0)) == 0
 
 
-def test_doubt_about_a_mask_that_the_scan_cuts_takes_less_away():
-    uncut, cut, cut_through = (
-        1 - CALIBRATION.quality(replace(CLEAN, doubt=0.16, border=border)) for border in (0.0, 0.36, 1.0)
-    )
-    own = CALIBRATION.best - 1
-    assert uncut + own == pytest.approx(0.4 * 0.4)
-    assert cut + own == pytest.approx(0.4 * 0.4 * 0.8), "of the surface 64 % is the lung's own"
-    assert cut_through + own == pytest.approx(0.4 * 0.4 * 0.5**0.5), "never less than half of it"
-
-
 def test_the_verdict_follows_the_quality_and_says_why():
     assert judged(CLEAN, CALIBRATION)[1] == ()
     quality, reasons = judged(replace(CLEAN, doubt=0.4), CALIBRATION)
