@@ -3,6 +3,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cascadeseg.machine import processors
+
+MOST_PROCESSES = 8
+"""Of ``-n auto``; each takes about a gigabyte."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    return min(processors(), MOST_PROCESSES)
+
 
 @pytest.fixture
 def torch_threads():
