@@ -14,6 +14,7 @@ import torch
 from cascadeseg.geometry import Box, Grid
 from cascadeseg.synthesis import PRESETS, Patient, Phantom, Tissue, anatomy, pathology, render, sample_patient
 from cascadeseg.synthesis.findings import Lesion
+from tests.synthesis.neighbours import grown, shrunk
 
 SPACING = 6.0
 METAL = ("pacemaker", "spinal_rods", "sternal_wires", "clips", "dental", "shoulder_prosthesis", "hip_prosthesis")
@@ -378,7 +379,7 @@ def test_gas_of_the_bowel_has_its_own_hu_and_a_soft_edge() -> None:
         abdomen = replace(patient.abdomen, flexure_height=1.0, colon=40.0, colon_gas=1.0, gas_hu=40.0, gas_edge=edge)
         phantom = render(replace(patient, abdomen=abdomen), chest_of(patient, spacing=3.0))
         gas = phantom.tissues == int(Tissue.GAS)
-        inner = -torch.nn.functional.max_pool3d(-gas[None].float(), 7, 1, 3)[0] > 0
+        inner = shrunk(gas, 3)
         above = phantom.hu[inner].float().median() - patient.hounsfield.air
         assert above == pytest.approx(40, abs=6)
         shares.append(float((phantom.hu[gas] > -900).float().mean()))
@@ -459,7 +460,7 @@ def test_folds_part_the_gas_of_the_colon_into_cells() -> None:
         abdomen = replace(full, folds=folds, walls_mm=walls_mm)
         grid = chest_of(patient, half=(170, 140, 160), spacing=3.0)
         gas = render(replace(patient, abdomen=abdomen), grid).tissues == int(Tissue.GAS)
-        core = -torch.nn.functional.max_pool3d(-gas[None].float(), 5, 1, 2)[0] > 0
+        core = shrunk(gas, 2)
         shares.append(float(core.sum() / gas.sum()))
         volumes.append(int(gas.sum()))
     assert shares[1] < 0.6 * shares[0]
@@ -526,11 +527,11 @@ def test_masses_grow_beyond_the_lung_and_not_their_label() -> None:
         findings = replace(patient.findings, lesions=(replace(mass, grows=grows),))
         phantom = render(replace(patient, findings=findings), chest_of(patient, spacing=3.0))
         beyond.append((phantom, (phantom.tissues == int(Tissue.NODULE)) & (phantom.labels == 0)))
-    (stays, out), (grown, further) = beyond
-    assert torch.equal(stays.labels, grown.labels)
+    (stays, out), (grows_on, further) = beyond
+    assert torch.equal(stays.labels, grows_on.labels)
     assert int(out.sum()) * 27 < 500 < 5000 < int(further.sum()) * 27
     # What has grown out is there in a box that holds nothing of the lung.
-    bare = further & (torch.nn.functional.max_pool3d((grown.labels > 0)[None].float(), 13, 1, 6)[0] == 0)
+    bare = further & ~grown(grows_on.labels > 0, 6)
     start = torch.nonzero(bare)[0].tolist()
     box = Box(tuple(start), tuple(n + 1 for n in start))
     alone = render(replace(patient, findings=findings), chest_of(patient, spacing=3.0).cropped(box))

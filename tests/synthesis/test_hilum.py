@@ -10,6 +10,7 @@ from cascadeseg.synthesis import Patient, Phantom, Tissue, anatomy, render, rend
 from cascadeseg.synthesis.acquisition import grid_axes
 from cascadeseg.synthesis.fields import Beads, splat
 from cascadeseg.synthesis.warp import Warp
+from tests.synthesis.neighbours import grown, shrunk
 from tests.synthesis.test_artefacts import chest_of, quiet
 
 CPU = torch.device("cpu")
@@ -46,7 +47,7 @@ def test_dense_lung_stays_around_the_hilum_in_fluid(thick: float, compression: f
         if thick == 300.0:
             # What is left of this lung is what the hilum holds.
             assert int((lung & (far > 28)).sum()) < 0.03 * int(lung.sum())
-            inner = -torch.nn.functional.max_pool3d(-(lung & (far > 3))[None].float(), 3, 1, 1)[0] > 0
+            inner = shrunk(lung & (far > 3), 1)
             dense = phantom.hu[inner & (phantom.tissues == int(Tissue.CONSOLIDATION))]
             assert len(dense) > 0.5 * int(inner.sum())
             assert abs(float(dense.median()) - patient.findings.dense_hu) < 15
@@ -82,7 +83,7 @@ def sharp(blood: float, **findings: Any) -> Patient:
 
 def in_vessels(patient: Patient, phantom: Phantom, least: float, most: float) -> torch.Tensor:
     """HU in the middle of both lungs' own vessels of some radii (body mm), more than 3 mm inside the label."""
-    inside = torch.nn.functional.max_pool3d((phantom.labels == 0)[None].float(), 5, 1, 2)[0] == 0
+    inside = shrunk(phantom.labels != 0, 2)
     vessels = Beads.joined([render_lungs._branches(patient, side).vessels for side in (0, 1)])
     vessels = vessels.where((vessels.radii >= least) & (vessels.radii < most))
     place = phantom.grid.index(Warp(patient).to_world(vessels, CPU).centres.numpy())
@@ -124,7 +125,7 @@ def test_loculated_fluid_is_a_lens_at_the_ribs_with_air_beside_and_below_it() ->
     assert int((taken & ~fluid).sum()) < 0.15 * int(taken.sum())
     assert abs(float(phantom.hu[fluid & taken].median()) - patient.findings.fluid_hu) < 8
     # Lung holds air in it right beside the fluid, also towards the wall that the patient lies on.
-    near = torch.nn.functional.max_pool3d(fluid[None].float(), 9, 1, 4)[0] > 0
+    near = grown(fluid, 4)
     beside = near & (phantom.labels == 1)
     assert float(phantom.hu[beside].median()) < -600
     places = torch.nonzero(fluid).float()

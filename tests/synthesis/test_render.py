@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from cascadeseg.geometry import Box, Grid
 from cascadeseg.synthesis import PRESETS, Patient, Tissue, render, sample_patient
 from cascadeseg.synthesis.trees import beads_beside, grow_tree, tree_beads
+from tests.synthesis.neighbours import grown, shrunk
 
 SPACING = 5.0
 
@@ -196,7 +197,7 @@ def test_lung_that_keeps_some_air_is_never_as_even_as_fat(consolidation: float) 
     mean = F.avg_pool3d(phantom.hu[None], 3, stride=1, padding=1)[0]
     spread = (F.avg_pool3d(phantom.hu[None].square(), 3, stride=1, padding=1)[0] - mean.square()).clamp(min=0).sqrt()
     like_fat = (mean > -130) & (mean < -60) & (spread < 40)
-    inside = -F.max_pool3d(-(phantom.tissues == int(Tissue.CONSOLIDATION))[None].float(), 3, stride=1, padding=1)[0] > 0
+    inside = shrunk(phantom.tissues == int(Tissue.CONSOLIDATION), 1)
     assert like_fat[inside].float().mean() < 0.03
     assert like_fat[phantom.tissues == int(Tissue.FAT)].float().mean() > 0.1
 
@@ -242,8 +243,7 @@ def test_fat_and_nodes_lie_where_scans_have_them() -> None:
         patient = sample_patient(seed, PRESETS["healthy"])
         phantom = render(patient, around_the_chest(patient, 3.0))
         lungs = phantom.labels > 0
-        rough = lungs.float()[None]
-        shell = (F.max_pool3d(rough, 5, 1, 2) > F.max_pool3d(rough, 3, 1, 1))[0]
+        shell = grown(lungs, 2) & ~grown(lungs, 1)
         fat = ((phantom.hu > -150) & (phantom.hu < -30)).float()
         across, back, low = (span_of(lungs, axis) for axis in range(3))
         beside, front, up = (across - 0.5).abs()[:, None, None], back[:, None], low
@@ -288,8 +288,7 @@ def test_lungs_hold_as_many_vessels_as_scans_show() -> None:
         patient = sample_patient(seed, PRESETS["healthy"])
         phantom = render(patient, around_the_chest(patient, 2.0))
         lungs = phantom.labels > 0
-        outside = (~lungs).float()[None]
-        deep, deeper = (F.max_pool3d(outside, mm + 1, 1, mm // 2)[0] == 0 for mm in (12, 24))
+        deep, deeper = (shrunk(lungs, mm // 2) for mm in (12, 24))
         hu = phantom.hu[deep & ~deeper]
         shares.append(float((hu > phantom.hu[lungs].median() + 200).float().mean()))
     assert 0.035 < np.median(shares) < 0.1
@@ -331,8 +330,7 @@ def test_lungs_are_denser_under_the_pleura() -> None:
         render(replace(patient, hounsfield=replace(patient.hounsfield, rim=hu)), grid) for hu in (0.0, 50.0)
     )
     assert torch.equal(plain.labels, denser.labels)
-    lungs = (plain.labels > 0).float()[None]
-    inner = [-F.max_pool3d(-lungs, 2 * n + 1, 1, n)[0] > 0 for n in (1, 2, 8)]
+    inner = [shrunk(plain.labels > 0, n) for n in (1, 2, 8)]
     more = denser.hu - plain.hu
     assert 18 < float(more[inner[0] & ~inner[1]].median()) < 40
     assert float(more[inner[2]].median()) < 12

@@ -372,11 +372,11 @@ def ended(run: subprocess.Popen) -> tuple[int, list[str]]:
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks for processes in /proc")
 def test_a_killed_worker_ends_all_processes(tmp_path):
     """One of the two waits for the case that the other's worker was killed over."""
-    numbers = {"steps": 60, "batch": 2, "validate_every": 99, "save_every": 5}
+    numbers = {"steps": 60, "batch": 2, "validate_every": 99, "save_every": 1}
     config = with_data(stage1("synthetic", **numbers), cases=60, initial=2, steps_per_case=1, validation=0, workers=1)
     command, folder = two_processes(config, tmp_path)
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
-        while not (folder / "metrics.jsonl").exists() or not (folder / "metrics.jsonl").read_text(encoding="utf-8"):
+        while not (folder / "checkpoint.pt").exists():
             assert running.poll() is None, running.stderr.read()
             time.sleep(0.1)
         for worker in children(running):
