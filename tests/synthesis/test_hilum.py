@@ -1,6 +1,7 @@
 """What fluid and dense lung leave of the hilum, its vessels and its fat."""
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from tests.synthesis.test_artefacts import chest_of, quiet
 CPU = torch.device("cpu")
 
 
+@lru_cache(maxsize=2)
 def scanned(patient: Patient) -> Phantom:
     return render(patient, chest_of(patient, spacing=3.0))
 

@@ -863,8 +863,8 @@ def test_labels_on_another_grid_keep_their_volume():
 
 
 def test_synthetic_patients_can_teach_other_organs():
-    patient = SyntheticPatient(3, "healthy", LabelNames(right=("liver",), left=("spleen",)))
-    lungs = SyntheticPatient(3, "healthy", LabelNames())
+    patient = SyntheticPatient(7, "healthy", LabelNames(right=("liver",), left=("spleen",)))
+    lungs = SyntheticPatient(7, "healthy", LabelNames())
     scan, labels = patient.whole(12.0)
     assert (labels == RIGHT_LUNG.value).sum() > (labels == LEFT_LUNG.value).sum() > 0
     x = scan.grid.world(np.argwhere(lungs.whole(12.0)[1] == RIGHT_LUNG.value).mean(axis=0))[0]
@@ -876,7 +876,7 @@ def test_synthetic_patients_can_teach_other_organs():
 
 @pytest.mark.parametrize("asked", [LabelNames(ignore=("heart",)), LabelNames(background=("liver",))])
 def test_what_is_not_asked_of_synthetic_patients_leaves_their_lungs(asked):
-    lungs, labels = (SyntheticPatient(3, "healthy", names).whole(12.0)[1] for names in (LabelNames(), asked))
+    lungs, labels = (SyntheticPatient(7, "healthy", names).whole(12.0)[1] for names in (LabelNames(), asked))
     assert np.array_equal(np.where(labels == IGNORE, 0, labels), lungs)
     assert (IGNORE in labels) == bool(asked.ignore)
 
@@ -924,9 +924,9 @@ def test_a_voxel_with_its_centre_beyond_a_scan_of_files_is_not_asked_for_as_back
 
 
 def test_synthetic_patients_teach_what_is_beside_the_lungs():
-    lungs = SyntheticPatient(3, "healthy", LabelNames()).whole(12.0)[1]
+    lungs = SyntheticPatient(7, "healthy", LabelNames()).whole(12.0)[1]
     beside = LabelNames(beside=(("stomach", "bowel", "gas"), ("airway", "lung")))
-    labels = SyntheticPatient(3, "healthy", beside).whole(12.0)[1]
+    labels = SyntheticPatient(7, "healthy", beside).whole(12.0)[1]
     assert np.array_equal(np.where(np.isin(labels, BESIDE), 0, labels), lungs)
     for value, least_ml in zip(BESIDE, (100, 5), strict=False):
         assert (labels == value).sum() * 1.2**3 > least_ml
