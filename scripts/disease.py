@@ -22,8 +22,10 @@ BRONCHUS_HU = 60.0
 """Darker than lung by this: the air of bronchi."""
 SQUEEZED_MM, SQUEEZED_EDGE_MM = 15.0, 1.5
 """How far lung beside fluid is without air, on average, and how soft its edge is."""
-HALF_AIR_HU, SOME_AIR_HU = -600.0, -200.0
+HALF_AIR_HU, SOME_AIR_HU = -600.0, -30.0
 """Below which a voxel is lung, and no vessel; and holds some of the lung's air, at its border."""
+RECESS_MM, BORDER_MM = 40.0, 2.0
+"""How far lung with air may go on below its reference, as contours end flat above recesses, and some of it beside."""
 EDGE = 0.15
 """How soft the edges of disease are, in standard deviations of the noise that it follows."""
 
@@ -82,7 +84,7 @@ def without_air(scan: Scan, lung: Labels, weight: Labels) -> Labels:
     """
     hu = scan.hu()
     smooth = array_of(SimpleITK.SmoothingRecursiveGaussian(image_of(scan, hu), 1.0))
-    weight = weight * open_to(lung, hu) * (smooth > np.median(hu[lung]) - BRONCHUS_HU)
+    weight = weight * open_to(scan, lung) * (smooth > np.median(hu[lung]) - BRONCHUS_HU)
     dense_hu = DENSE_HU + BRIGHTER * max(0.0, float(np.quantile(hu[lung], VESSELS)) - BLOOD_HU)
     solid: Labels = hu + weight * (np.maximum(grained(scan, dense_hu), hu) - hu)
     return solid
@@ -112,7 +114,7 @@ def beyond_a_level(scan: Scan, labels: Labels, share: float, up: float) -> Label
     beyond = np.zeros(labels.shape, bool)
     for lung in LUNGS:
         if (mine := labels == lung.value).any():
-            beyond |= open_to(mine, scan.hu()) & (height > np.quantile(height[mine], 1 - share))
+            beyond |= open_to(scan, mine) & (height > np.quantile(height[mine], 1 - share))
     return beyond
 
 
@@ -130,11 +132,17 @@ def grained(scan: Scan, hu: float) -> Labels:
     return grain
 
 
-def open_to(lung: Labels, hu: Labels) -> Labels:
-    """Lung, and the voxels at its border that hold some of its air."""
-    image = SimpleITK.GetImageFromArray(lung.astype(np.uint8))
-    wider: Labels = SimpleITK.GetArrayFromImage(SimpleITK.BinaryDilate(image, [1, 1, 1])) > 0
-    return lung | (wider & (hu < SOME_AIR_HU))
+def open_to(scan: Scan, lung: Labels) -> Labels:
+    """Lung, the aerated recess below it that contours leave out, and what of its border is darker than soft tissue.
+
+    A line of air around fluid or dense lung would tell that lung is there.
+    """
+    hu, whole = scan.hu(), lung.copy()
+    for _ in range(round(RECESS_MM / scan.grid.spacing_mm[2])):
+        whole[..., :-1] |= (hu[..., :-1] < HALF_AIR_HU) & whole[..., 1:]
+    radius = [max(1, round(BORDER_MM / mm)) for mm in scan.grid.spacing_mm]
+    wider = array_of(SimpleITK.BinaryDilate(image_of(scan, whole.astype(np.uint8)), radius)) > 0
+    return whole | (wider & (hu < SOME_AIR_HU))
 
 
 PAINTED: dict[str, Callable[[Scan, Labels], Case]] = {

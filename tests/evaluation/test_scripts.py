@@ -110,6 +110,20 @@ def test_disease_is_painted_into_as_much_of_the_lungs_as_it_says_and_into_nothin
         assert lies_low[kind] in (None, below), name
 
 
+def test_no_air_is_left_around_painted_fluid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither of what the scan blurred at the border, nor in a recess that the reference leaves out."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+    painted = importlib.import_module("robustness").PAINTED["fluid in 15 % of each lung"]
+    labels = np.zeros((40, 60, 60), np.uint8)
+    labels[10:30, 10:50, 20:50] = 1
+    hu = np.full(labels.shape, 40, np.int16)
+    hu[8:32, 8:52, 8:52] = -120
+    hu[10:30, 10:50, 10:50] = -850
+    new = painted(Scan(hu, Grid.axis_aligned(hu.shape, (1.0, 1.0, 1.0)), source="a lung"), labels)[0].hu()
+    assert new[10:30, 8:13, 10:50].min() > -100
+    assert (new[:, 22:] == hu[:, 22:]).all(), "nothing is painted above the level"
+
+
 def test_a_lung_that_neither_mask_has_is_a_full_match_as_in_any_score(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
