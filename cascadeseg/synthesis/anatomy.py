@@ -602,7 +602,7 @@ def spleen(p: Points, patient: Patient, under: Tensor) -> Tensor:
     torso = patient.torso
     centre = (-0.7 * torso.half_width, -0.5 * torso.half_depth, patient.chest.dome[1] - 62)
     whole = ellipsoid(p, centre, (32 * k, 46 * k, 50 * k))
-    cap = _under_dome(p, under, (centre[0], centre[1]), (38 * k, 56 * k), 30 * k)
+    cap = _under_dome(p, under, (centre[0] + 6, centre[1] - 4), (42 * k, 52 * k), 30 * k)
     return torch.maximum(smooth_min(whole, cap, 12), under)
 
 
@@ -617,11 +617,11 @@ def stomach_shape(p: Points, patient: Patient, under: Tensor) -> Tensor:
     k = patient.abdomen.stomach
     x, y, z = p
     top = patient.chest.dome[1]
-    fundus = ellipsoid(p, (-58, 2, top - 50 * k), (42 * k, 38 * k, 46 * k))
+    fundus = ellipsoid(p, (-58, -12, top - 50 * k), (42 * k, 40 * k, 46 * k))
     # Its body lies against the wall in front.
     front = 0.95 * patient.torso.half_depth - 28 * k
     body = ellipsoid((x - 0.35 * (z - top), y, z), (-30, front, top - 105), (30 * k, 28 * k, 55 * k))
-    cap = _under_dome(p, under, (-58.0, 10.0), (44 * k, 50 * k), 40 * k)
+    cap = _under_dome(p, under, (-58.0, -8.0), (36 * k, 42 * k), 40 * k)
     return torch.maximum(smooth_min(smooth_min(fundus, cap, 15), body, 25), under)
 
 

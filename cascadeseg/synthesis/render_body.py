@@ -347,14 +347,14 @@ def paint_abdomen(scene: Scene, shapes: Shapes) -> None:
 def _fat_under_diaphragm(scene: Scene) -> Tensor:
     """How thick (coarse, mm) the fat between the diaphragm and an organ is: none on the domes, most of it behind.
 
-    The liver lies against the diaphragm; there is more fat on the left.
+    The liver, the spleen and the stomach lie against the diaphragm.
     """
     patient, (x, _, z) = scene.patient, scene.body
     right, left = patient.chest.dome
-    beside = ((torch.where(x > 0, right - 38, left - 12) - z) / 20).clamp(0, 1)
+    beside = ((torch.where(x > 0, right - 38, left - 30) - z) / 20).clamp(0, 1)
     noise = scene.coarse_noise(patient.hounsfield.texture_seed + 8, 35.0)
     room = (2.5 + 0.12 * min(patient.torso.fat, 40.0)) * (noise + 5 * _low_behind(scene) - 0.7).clamp(min=0, max=3)
-    return room * beside * torch.where(x > 0, 1.0, 1.8) * scene.scale
+    return room * beside * scene.scale
 
 
 def _paint_hollow(scene: Scene, shape: Tensor, gas: float, middle_y: float, reach: float) -> None:
