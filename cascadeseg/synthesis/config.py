@@ -239,5 +239,8 @@ PRESETS: dict[str, SynthesisConfig] = {
     ),
     "training_fluid": _training_with(effusion=0.6, subpulmonic=0.7, compression=0.9),
     "training_air": _training_with(pneumothorax=0.6, pneumothorax_depth=30.0),
+    "training_dark": replace(
+        _training_with(emphysema=0.7, bullae=0.3, pneumothorax=0.0), randomisation=RandomisationConfig(density=1.0)
+    ),
 } | {f"without_{name}": config for name, config in _ablations().items()}
 """Patients by name; ``without_...`` are the default ones less one group, for ablations."""
