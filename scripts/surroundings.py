@@ -3,10 +3,11 @@
     python scripts/surroundings.py SCANS [--presets healthy training] [--count 12] [--seed 7000]
 
 SCANS holds NAME.nii.gz and NAME_ref.nii.gz (1 right lung, 2 left lung, 255 ignored, here taken for lung), as for
-validate.py. Counted are voxels 2 to 6 mm outside both lungs, 6 to 12 mm straight below the outer half of their domes,
-and the gas of the abdomen on the left, within 50 mm of them. Where synthetic patients are not as patients are, a
-network learns what it will not meet, and meets what it never learned. Prints two Markdown tables: medians over scans,
-and from the 10th to the 90th percentile. The scans are looked at, nothing is trained on them.
+validate.py. Counted are voxels 2 to 6 mm outside both lungs, 6 to 12 mm straight below the outer half of their domes
+and the backs of their bases, and the gas of the abdomen on the left, within 50 mm of them. Where synthetic patients are
+not as patients are, a network learns what it will not meet, and meets what it never learned. Prints two Markdown
+tables: medians over scans, and from the 10th to the 90th percentile. The scans are looked at, nothing is trained on
+them.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ from cascadeseg.synthesis import PRESETS, sample_patient
 TISSUES = {"gas": -500, "edge": -150, "fat": -30, "soft tissue": 130, "denser": np.inf}
 """The highest HU of each."""
 SHELL_MM = 2.0, 6.0
-UNDER_DOME_MM, DOME_MM, LUNG_ABOVE_MM = (6.0, 12.0), 25.0, 10.0
+UNDER_BASE_MM, DOME_MM, LUNG_ABOVE_MM = (6.0, 12.0), 25.0, 10.0
+BACK = 0.15, 0.30
+"""Where the back of a base is looked at, of the lung's depth from its back."""
 STEP_MM = 1.5
 """Finer scans are looked at in every second, third, ... voxel."""
 VOXEL_MM = 1.6, 1.6, 3.0
@@ -138,25 +141,40 @@ def regions(labels: Labels, distance: Labels, spacing_mm: list[float]) -> dict[s
         "chest wall": shell & (up > 0.3) & (beside_mm >= 80),
         "under the right dome": under_dome(labels == RIGHT_LUNG.value, 1, spacing_mm),
         "under the left dome": under_dome(labels == LEFT_LUNG.value, -1, spacing_mm),
+        "under the back of the right base": under_back(labels == RIGHT_LUNG.value, spacing_mm),
+        "under the back of the left base": under_back(labels == LEFT_LUNG.value, spacing_mm),
     }
 
 
 def under_dome(lung: Mask, outwards: int, spacing_mm: list[float]) -> Mask:
-    """What lies `UNDER_DOME_MM` straight below the outer half of a lung's base, but for what falls off from the dome.
+    """What lies below the outer half of a lung's base, but for what falls off from the dome.
 
     ``outwards`` is 1 where x grows from the middle of the body to the lung's side, -1 on the other one.
     """
-    lowest, reach = lung.argmax(axis=2), max(1, round(LUNG_ABOVE_MM / spacing_mm[2]))
     x, y = np.nonzero(lung.any(axis=2))
     outer = outwards * (x - np.median(x)) > 0 if len(x) else np.zeros(0, bool)
     x, y = x[outer], y[outer]
-    base_mm = lowest[x, y] * spacing_mm[2]
+    base_mm = lung.argmax(axis=2)[x, y] * spacing_mm[2]
     on_dome = base_mm >= np.percentile(base_mm, 90) - DOME_MM if len(x) else outer[outer]
+    return straight_below(lung, x[on_dome], y[on_dome], spacing_mm)
+
+
+def under_back(lung: Mask, spacing_mm: list[float]) -> Mask:
+    """What lies below a lung's base where this is `BACK` from the lung's back."""
+    x, y = np.nonzero(lung.any(axis=2))
+    from_back = (y - y.min()) / max(1, np.ptp(y)) if len(y) else np.zeros(0)
+    at_back = (from_back > BACK[0]) & (from_back <= BACK[1])
+    return straight_below(lung, x[at_back], y[at_back], spacing_mm)
+
+
+def straight_below(lung: Mask, x: Labels, y: Labels, spacing_mm: list[float]) -> Mask:
+    """What lies `UNDER_BASE_MM` straight below a lung in these columns, where it is `LUNG_ABOVE_MM` high at least."""
+    lowest, reach = lung.argmax(axis=2), max(1, round(LUNG_ABOVE_MM / spacing_mm[2]))
     below = np.zeros(lung.shape, bool)
-    for column in zip(x[on_dome], y[on_dome], strict=True):
+    for column in zip(x, y, strict=True):
         base = lowest[column]
         if lung[column][base : base + reach].all():
-            low, high = (base - round(mm / spacing_mm[2]) for mm in UNDER_DOME_MM)
+            low, high = (base - round(mm / spacing_mm[2]) for mm in UNDER_BASE_MM)
             below[column][max(0, high) : max(0, low)] = True
     return below & ~lung
 

@@ -64,6 +64,19 @@ def test_other_scripts_leave_them_out_where_they_have_no_use_for_them(
     assert list(surroundings.real(folder)) == []
 
 
+def test_what_lies_under_the_back_of_a_base_is_counted_in_its_columns_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    surroundings = importlib.import_module("surroundings")
+    lung = np.zeros((6, 45, 40), dtype=bool)
+    lung[1:5, 2:43, 20:] = True
+    lung[2, 9:, 22:] = False  # too thin to be a base
+    below = np.zeros(lung.shape, dtype=bool)
+    below[1:5, 9:15, 12:16] = True  # 7 to 12 of 40 voxels from the back; 6 to 12 mm below, of 1.5 mm each
+    below[2, 9:15] = False
+    assert np.array_equal(surroundings.under_back(lung, [2.0, 2.0, 1.5]), below)
+    assert not surroundings.under_back(np.zeros_like(lung), [2.0, 2.0, 1.5]).any()
+
+
 def test_disease_is_painted_into_as_much_of_the_lungs_as_it_says_and_into_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
