@@ -159,6 +159,16 @@ def test_dark_lungs_are_common_in_training() -> None:
     assert max(lungs["training"]) > -620
 
 
+def test_dark_lungs_without_free_air_are_common_where_they_are_asked_for() -> None:
+    usual, dark = ([sample_patient(n, PRESETS[name]) for n in range(200)] for name in ("training", "training_dark"))
+
+    def black(patient: Patient) -> bool:
+        return patient.hounsfield.lung < -905 or max(patient.findings.emphysema) > 0
+
+    assert sum(map(black, dark)) > 2 * sum(map(black, usual))
+    assert all(patient.findings.pneumothorax == (0.0, 0.0) for patient in dark)
+
+
 def test_a_spleen_is_no_fattier_for_the_fat_of_the_liver() -> None:
     # Without contrast medium it lies 8 to 10 HU below a healthy liver (textbook), which has 50 to 65.
     drawn = [sample_patient(n, PRESETS["training"]).hounsfield for n in range(1500)]
