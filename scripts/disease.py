@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import cc3d
 import numpy as np
 import SimpleITK
 
@@ -26,6 +27,8 @@ HALF_AIR_HU, SOME_AIR_HU = -600.0, -30.0
 """Below which a voxel is lung, and no vessel; and holds some of the lung's air, at its border."""
 RECESS_MM, BORDER_MM = 40.0, 2.0
 """How far lung with air may go on below its reference, as contours end flat above recesses, and some of it beside."""
+POCKET_MM, POCKET_ML, POCKET_HU = 8.0, 15.0, -300.0
+"""How far from it pockets of lung lie that contours leave out, how large (airways are larger), how dark."""
 EDGE = 0.15
 """How soft the edges of disease are, in standard deviations of the noise that it follows."""
 
@@ -133,16 +136,24 @@ def grained(scan: Scan, hu: float) -> Labels:
 
 
 def open_to(scan: Scan, lung: Labels) -> Labels:
-    """Lung, the aerated recess below it that contours leave out, and what of its border is darker than soft tissue.
+    """Lung, what of it contours leave out (recesses, pockets beside it), and of its border what is not soft tissue.
 
-    A line of air around fluid or dense lung would tell that lung is there.
+    A line of air around fluid or dense lung, or specks of it below, would tell that lung is there.
     """
     hu, whole = scan.hu(), lung.copy()
     for _ in range(round(RECESS_MM / scan.grid.spacing_mm[2])):
         whole[..., :-1] |= (hu[..., :-1] < HALF_AIR_HU) & whole[..., 1:]
-    radius = [max(1, round(BORDER_MM / mm)) for mm in scan.grid.spacing_mm]
-    wider = array_of(SimpleITK.BinaryDilate(image_of(scan, whole.astype(np.uint8)), radius)) > 0
-    return whole | (wider & (hu < SOME_AIR_HU))
+    air = (hu < POCKET_HU) & ~whole
+    large = cc3d.dust(air, threshold=round(POCKET_ML / scan.grid.voxel_volume_ml), connectivity=6)
+    whole |= air & ~large & grown(scan, whole, POCKET_MM)
+    return whole | (grown(scan, whole, BORDER_MM) & (hu < SOME_AIR_HU))
+
+
+def grown(scan: Scan, mask: Labels, by_mm: float) -> Labels:
+    """The mask and what lies within this of it, a voxel along each axis at least."""
+    radius = [max(1, round(by_mm / mm)) for mm in scan.grid.spacing_mm]
+    wider: Labels = array_of(SimpleITK.BinaryDilate(image_of(scan, mask.astype(np.uint8)), radius)) > 0
+    return wider
 
 
 PAINTED: dict[str, Callable[[Scan, Labels], Case]] = {

@@ -124,7 +124,7 @@ def test_disease_is_painted_into_as_much_of_the_lungs_as_it_says_and_into_nothin
 
 
 def test_no_air_is_left_around_painted_fluid(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither of what the scan blurred at the border, nor in a recess that the reference leaves out."""
+    """Neither of what the scan blurred at the border, nor in recesses and pockets that the reference leaves out."""
     monkeypatch.syspath_prepend(SCRIPTS)
     painted = importlib.import_module("robustness").PAINTED["fluid in 15 % of each lung"]
     labels = np.zeros((40, 60, 60), np.uint8)
@@ -132,8 +132,12 @@ def test_no_air_is_left_around_painted_fluid(monkeypatch: pytest.MonkeyPatch) ->
     hu = np.full(labels.shape, 40, np.int16)
     hu[8:32, 8:52, 8:52] = -120
     hu[10:30, 10:50, 10:50] = -850
+    hu[12:18, 10:14, 3:6] = -850
+    hu[34:] = -850  # an airway, larger than a pocket
     new = painted(Scan(hu, Grid.axis_aligned(hu.shape, (1.0, 1.0, 1.0)), source="a lung"), labels)[0].hu()
     assert new[10:30, 8:13, 10:50].min() > -100
+    assert new[12:18, 10:14, 3:6].min() > -100
+    assert (new[34:] == hu[34:]).all()
     assert (new[:, 22:] == hu[:, 22:]).all(), "nothing is painted above the level"
 
 
