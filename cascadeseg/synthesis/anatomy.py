@@ -621,7 +621,7 @@ def stomach_shape(p: Points, patient: Patient, under: Tensor) -> Tensor:
     # Its body lies against the wall in front.
     front = 0.95 * patient.torso.half_depth - 28 * k
     body = ellipsoid((x - 0.35 * (z - top), y, z), (-30, front, top - 105), (30 * k, 28 * k, 55 * k))
-    cap = _under_dome(p, under, (-58.0, -8.0), (36 * k, 42 * k), 40 * k)
+    cap = _under_dome(p, under, (-62.0, 7.0), (45 * k, 57 * k), 40 * k)
     return torch.maximum(smooth_min(smooth_min(fundus, cap, 15), body, 25), under)
 
 
