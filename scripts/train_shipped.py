@@ -19,12 +19,12 @@ steps stage 1 is no locator (docs/model-development.md, entry 12).
 
 Both stages are several trainings, each going on from the one before, but for the gpu recipe's stage 2, which is one.
 The cpu recipe's stage 1 is five, each with patients of its own: the recipe; twice 2,500 steps on 500 patients of the
-preset training_bowel; 7,000 on 3,000 of training, training_bowel, training_fluid, training_dark and training_air
-together; 1,500 on 500 of training_bowel. What counts is the mean of the third and the fifth, which keeps most of what
-each of them is better at (docs/model-development.md, entries 34, 36, 41 and 65). The gpu recipe's is four of the same
-kinds, with bowel once where the other has it twice, and the mean of the second and the fourth. The cpu recipe's stage 2
-is three, on the same patients and more of them each time, and the mean of all three: the first finds surfaces best, the
-others know more of disease (entry 56).
+preset training_bowel; 7,000 on 3,000 of training, training_bowel, training_fluid, training_effusion, training_dark and
+training_air together; 1,500 on 500 of training_bowel. What counts is the mean of the third and the fifth, which keeps
+most of what each of them is better at (docs/model-development.md, entries 34, 36, 41, 65 and 67). The gpu recipe's is
+four of the same kinds, with bowel once where the other has it twice, and the mean of the second and the fourth. The cpu
+recipe's stage 2 is three, on the same patients and more of them each time, and the mean of all three: the first finds
+surfaces best, the others know more of disease (entry 56).
 
 OUT/model is what `cascadeseg infer --model` takes; OUT/card.md is the part of the model card that can be written by a
 machine: hash, recipe, effort, and with ``--scans`` (see validate.py) the scores. ``--install`` puts the model into the
@@ -80,8 +80,8 @@ class Further(NamedTuple):
 
 BOWEL = Further("training_bowel", 2500, 500, 5, 6e-4)
 """Colon that looks like lung is rare among the patients before."""
-DISEASE = *("training_fluid",) * 3, *("training_dark",) * 2, "training_air"
-MIXED = Further((*("training",) * 2, *("training_bowel",) * 2, *DISEASE), 7000, 3000, 2, 1e-3)
+DISEASE = *("training_effusion", "training_fluid", "training_dark") * 2, "training_air"
+MIXED = Further((*("training",) * 2, "training_bowel", *DISEASE), 7000, 3000, 2, 1e-3)
 """All of it once more, with disease: of parts one after the other each forgets some of those before."""
 LONGER = Further("training", 8000, 640, 28, 1.5e-3, others=False)
 """Stage 2: disease takes more patients than clear lungs."""

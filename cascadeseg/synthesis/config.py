@@ -238,6 +238,7 @@ PRESETS: dict[str, SynthesisConfig] = {
         view=ViewConfig(chest=0.25, lung_free=0.1, partial=0.2, one_lung=0.06, abdominal_slab=0.08, bases=0.3),
     ),
     "training_fluid": _training_with(effusion=0.6, subpulmonic=0.7, compression=0.9),
+    "training_effusion": _training_with(effusion=0.7, subpulmonic=0.2, compression=0.6),
     "training_air": _training_with(pneumothorax=0.6, pneumothorax_depth=30.0),
     "training_dark": replace(
         _training_with(emphysema=0.7, bullae=0.3, pneumothorax=0.0), randomisation=RandomisationConfig(density=1.0)

@@ -111,8 +111,9 @@ def test_bowel_that_looks_like_lung_is_common_where_it_is_asked_for() -> None:
 
 
 def test_fluid_on_the_diaphragm_and_squeezed_lung_are_common_where_they_are_asked_for() -> None:
-    usual, fluid = (
-        [sample_patient(n, PRESETS[name]).findings for n in range(300)] for name in ("training", "training_fluid")
+    usual, fluid, effusion = (
+        [sample_patient(n, PRESETS[name]).findings for n in range(300)]
+        for name in ("training", "training_fluid", "training_effusion")
     )
 
     def sides(patients: list[Findings], *, squeezed: bool) -> tuple[int, float]:
@@ -120,10 +121,11 @@ def test_fluid_on_the_diaphragm_and_squeezed_lung_are_common_where_they_are_aske
         shown = [(found.compression if squeezed else found.subpulmonic)[side] > 0 for found, side in wet]
         return len(wet), sum(shown) / len(wet)
 
-    assert sides(fluid, squeezed=True)[0] > 1.3 * sides(usual, squeezed=True)[0]
-    for squeezed, common, rare in ((False, 0.7, 0.3), (True, 0.9, 0.75)):
-        assert abs(sides(fluid, squeezed=squeezed)[1] - common) < 0.08
-        assert abs(sides(usual, squeezed=squeezed)[1] - rare) < 0.08
+    for asked_for in (fluid, effusion):
+        assert sides(asked_for, squeezed=True)[0] > 1.3 * sides(usual, squeezed=True)[0]
+    for squeezed, shares in ((False, (0.3, 0.7, 0.2)), (True, (0.75, 0.9, 0.6))):
+        for patients, share in zip((usual, fluid, effusion), shares, strict=True):
+            assert abs(sides(patients, squeezed=squeezed)[1] - share) < 0.08
 
 
 def test_airless_lung_is_brighter_with_contrast_medium_and_fluid_is_not() -> None:
