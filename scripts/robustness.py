@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import SimpleITK
+from calibrate import GOOD_DICE
 from disease import PAINTED, Case, Labels, array_of, changed, image_of, lungs_of, nothing_of
 from phantoms import made
 from validate import reference_of, scans_of
@@ -210,7 +211,8 @@ def scored(segmenter: Segmenter, path: str, change: str) -> dict[str, Any]:
             "verdict": result.verdict,
         }
     lungs = [
-        {"side": lung.side, "dice": scores.dice, "nsd_2mm": scores.nsd_2mm, "verdict": told.verdict}
+        {"side": lung.side, "dice": scores.dice, "nsd_2mm": scores.nsd_2mm}
+        | {"verdict": told.verdict, "quality": told.quality}
         for lung, scores, told in zip(
             LUNGS, evaluate(result.labels, reference, case.grid.spacing_mm), result.lungs, strict=True
         )
@@ -224,16 +226,24 @@ def slug(change: str) -> str:
     return re.sub("[^a-z0-9]+", "-", change.lower()).strip("-")
 
 
+def reviewed(lungs: list[dict[str, Any]]) -> str:
+    """Two cells: of the masks with a Dice below `GOOD_DICE` those for review, and of the others."""
+    groups = [[lung for lung in lungs if (lung["dice"] < GOOD_DICE) == bad] for bad in (True, False)]
+    return " | ".join(f"{sum(lung['verdict'] == 'review' for lung in group)} of {len(group)}" for group in groups)
+
+
 def table(records: list[dict[str, Any]]) -> str:
     """A row a change."""
-    lines = ["| | lungs | mean Dice | worst | mean NSD 2 mm | for review |", "|---" * 6 + "|"]
+    lines = [
+        f"| | lungs | mean Dice | worst | mean NSD 2 mm | for review: Dice < {GOOD_DICE} | others |",
+        "|---" * 7 + "|",
+    ]
     for change in CHANGES:
         lungs = [lung for record in records if record["change"] == change for lung in record["lungs"]]
         if lungs:
             values = [lung["dice"] for lung in lungs]
-            review = sum(lung["verdict"] == "review" for lung in lungs)
             cells = [f"{mean(values):.3f}", f"{min(values):.3f}", f"{mean(lung['nsd_2mm'] for lung in lungs):.3f}"]
-            lines.append(f"| {change} | {len(lungs)} | {' | '.join(cells)} | {review} |")
+            lines.append(f"| {change} | {len(lungs)} | {' | '.join(cells)} | {reviewed(lungs)} |")
     lines += ["", "| without lung | scans | taken for lung, ml, mean | most | for review |", "|---" * 5 + "|"]
     for change in CHANGES:
         empty = [record for record in records if record["change"] == change and "taken_ml" in record]

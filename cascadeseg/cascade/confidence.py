@@ -1,9 +1,10 @@
 """How far each lung's mask can be trusted, from what the cascade has at hand when it is done.
 
 Everything is looked up on a coarse lattice in the lung's own box (at most `LATTICE_POINTS` points), so that it costs
-milliseconds and no memory to speak of. Each sign of trouble grows with doubt; a linear model, none of whose
-coefficients is negative, turns them into the Dice to expect. The coefficients belong to the weights whose errors they
-were fitted on (``scripts/calibrate.py``), so they lie with them, in the model's notes.
+milliseconds and no memory to speak of. Each sign of trouble grows with doubt; a logistic model of the Dice itself (as
+of a share, 10.1002/(SICI)1099-1255(199611)11:6<619::AID-JAE418>3.0.CO;2-1), none of whose coefficients is negative,
+turns them into the Dice to expect. The coefficients belong to the weights whose errors they were fitted on
+(``scripts/calibrate.py``), so they lie with them, in the model's notes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cascadeseg.cascade.crop import LungBox
@@ -39,6 +41,8 @@ VOLUME_ML = (80.0, 4500.0)
 """Of a plausible lung, from a toddler's that lies wholly in the scan to a giant's."""
 FILLED = 0.45
 """Of the box around it, what a whole lung fills at least."""
+EDGE_HU = 400.0
+"""Half of what HU rise by from aerated lung to soft tissue."""
 STEP_MM = 4.0
 """Over which a cross-section is compared with the next."""
 TALLER = 1.05
@@ -58,13 +62,15 @@ class Signs:
 
     Attributes:
         disagreement: 1 - Dice of the mask and stage 1's.
-        doubt: 1 - the Dice that stage 2's own probabilities let one expect.
-        coarse_doubt: the same of stage 1.
+        doubt: share of the mask that stage 2 gives to what is around it, points at the surface, where every mask is
+            unsure, left out.
+        coarse_doubt: 1 - the Dice that stage 1's own probabilities let one expect.
         others: share of the mask that stage 1's probabilities give to the other lung.
         border: share of the mask's surface that lies on faces of the scan or of the crop.
         sparse: how much less of the box around it the mask fills than a whole lung does.
         abrupt: largest change of its cross-section within 4 mm, as a share of the largest cross-section; the mean of
             what is seen along the dorso-ventral and along the cranio-caudal axis.
+        faint: share of its surface to what is no lung where the HU rise by less than `EDGE_HU`.
         missed: aerated tissue in the box that is in neither lung, as a share of the mask, at most 1.
         odd_hu: how far the mean lies outside what lungs have, in units of 100 HU.
         odd_tissue: how far the median around the mask lies outside what tissue has, in units of 100 HU.
@@ -79,6 +85,7 @@ class Signs:
     border: float
     sparse: float
     abrupt: float
+    faint: float
     missed: float
     odd_hu: float
     odd_tissue: float
@@ -88,12 +95,13 @@ class Signs:
 
 NOTABLE: Mapping[str, tuple[float, str]] = {
     "disagreement": (0.15, "the two stages disagree about it"),
-    "doubt": (0.06, "stage 2 is unsure about it"),
+    "doubt": (0.02, "stage 2 is unsure about it"),
     "coarse_doubt": (0.15, "stage 1 is unsure about it"),
     "others": (0.02, "right and left were not clear"),
     "border": (0.25, "much of its surface is cut by the border of the scan"),
     "sparse": (0.22, "it has not the shape of a whole lung"),
     "abrupt": (0.6, "it ends abruptly"),
+    "faint": (0.6, "much of its surface has no edge to see"),
     "missed": (0.25, "there is aerated tissue near it that is in neither lung"),
     "odd_hu": (0.3, "its mean HU is not that of a lung"),
     "odd_tissue": (0.3, "what surrounds it has not the HU of a body"),
@@ -105,15 +113,15 @@ NOTABLE: Mapping[str, tuple[float, str]] = {
 
 @dataclass(frozen=True)
 class Calibration:
-    """The linear model: ``quality = best - sum of weight * feature``, between 0 and 1, see `features`.
+    """The logistic model: ``log_odds - sum of weight * feature`` are the quality's log-odds, see `features`.
 
     Attributes:
-        best: the quality of a mask without any sign of trouble.
+        log_odds: of the quality of a mask without any sign of trouble.
         weights: by sign, none negative; a sign that is not named does not count.
         review_below: masks of a lower quality are to be looked at.
     """
 
-    best: float
+    log_odds: float
     weights: Mapping[str, float]
     review_below: float
 
@@ -121,9 +129,9 @@ class Calibration:
     def of(model: Model) -> Calibration | None:
         """The calibration in a model's notes; None where there is none, or one of other weights or another form."""
         kept = model.notes.get(NOTE)
-        if not isinstance(kept, dict) or kept.get("sha256") != model.sha256 or "best" not in kept:
+        if not isinstance(kept, dict) or kept.get("sha256") != model.sha256 or "log_odds" not in kept:
             return None
-        return Calibration(float(kept["best"]), dict(kept["weights"]), float(kept["review_below"]))
+        return Calibration(float(kept["log_odds"]), dict(kept["weights"]), float(kept["review_below"]))
 
     def note(self, sha256: str) -> dict[str, Any]:
         """What `of` reads, for the notes of the model with these weights."""
@@ -131,16 +139,16 @@ class Calibration:
 
     def quality(self, signs: Signs) -> float:
         """The Dice to expect of the mask."""
-        return min(max(self.best - sum(self.contributions(signs).values()), 0.0), 1.0)
+        return 1 / (1 + math.exp(sum(self.contributions(signs).values()) - self.log_odds))
 
     def contributions(self, signs: Signs) -> dict[str, float]:
-        """What each sign takes away."""
+        """What each sign takes away from the log-odds."""
         found = features(signs)
         return {name: weight * found[name] for name, weight in self.weights.items() if name in found}
 
 
 def features(signs: Signs) -> dict[str, float]:
-    """The signs as the linear model takes them: square roots, so that little trouble counts, and much no more."""
+    """The signs as the model takes them: square roots, so that little trouble counts, and much no more."""
     return {name: math.sqrt(max(value, 0.0)) for name, value in asdict(signs).items()}
 
 
@@ -185,12 +193,13 @@ def signs_of(scan: Scan, labels: Values, lung: Refined, coarse: Coarse) -> Signs
     around = hu[_around(mask) & (final == 0)]
     return Signs(
         disagreement=1 - _dice(mask, located),
-        doubt=1 - _expected_dice(mask, 1 / (1 + np.exp(-logits.clip(-50, 50)))),
+        doubt=_doubt(mask, 1 / (1 + np.exp(logits.clip(-50, 50)))),
         coarse_doubt=1 - _expected_dice(located, mine),
         others=float(other[mask].mean()),
         border=border,
         sparse=_sparse(mask),
         abrupt=_abrupt(mask, lattice.spacing_mm),
+        faint=_faint(hu, final == 0, mask),
         missed=_missed(hu, final, mask),
         odd_hu=_outside(float(hu[mask].mean()), *MEAN_HU) / 100,
         odd_tissue=_outside(float(np.median(around)), *TISSUE_HU) / 100 if len(around) else 0.0,
@@ -264,6 +273,11 @@ def _dice(a: Mask, b: Mask) -> float:
     return 2 * _count(a & b) / max(1, _count(a) + _count(b))
 
 
+def _doubt(mask: Mask, elsewhere: Values) -> float:
+    """How much of the mask, its surface left out, lies elsewhere by these probabilities."""
+    return float(elsewhere[mask & ~_grown(~mask)].sum()) / _count(mask)
+
+
 def _expected_dice(mask: Mask, probability: Values) -> float:
     """The Dice of a mask that its voxels' own probabilities, taken for independent, let one expect."""
     return 2 * float(probability[mask].sum()) / max(1.0, _count(mask) + float(probability.sum()))
@@ -287,6 +301,20 @@ def _section(mask: Mask, axis: int) -> npt.NDArray[np.int64]:
     """Voxels of the mask in each slice across an axis."""
     counts: npt.NDArray[np.int64] = mask.sum(axis=tuple(a for a in range(3) if a != axis), dtype=np.int64)
     return counts
+
+
+def _faint(hu: Values, outside: Mask, mask: Mask) -> float:
+    surface = mask & _grown(outside)
+    rise = _means(hu, outside) - _means(hu, mask)
+    return _count(surface & (rise < EDGE_HU)) / max(1, _count(surface))
+
+
+def _means(hu: Values, where: Mask) -> Values:
+    """(lattice) of the 3 x 3 x 3 points around each, those that are meant."""
+    chosen = torch.from_numpy(np.stack([hu * where, where.astype(np.float32)]))
+    total, count = F.avg_pool3d(chosen, 3, stride=1, padding=1).numpy()
+    means: Values = total / np.maximum(count, 1e-6)
+    return means
 
 
 def _missed(hu: Values, final: Values, mask: Mask) -> float:

@@ -25,7 +25,7 @@ from cascadeseg.labels import LEFT_LUNG, RIGHT_LUNG
 from tests.cascade.chest import chest, chest_grid, dice, thresholding_segmenter, tiny_model, truth
 
 CLEAN = Signs(*[0.0] * len(fields(Signs)))
-CALIBRATION = Calibration(0.98, {"disagreement": 0.5, "doubt": 0.4}, 0.9)
+CALIBRATION = Calibration(4.0, {"disagreement": 4.5, "doubt": 4.0}, 0.9)
 
 
 def parts(shift_mm: float = 0.0, sure: float = 8.0, exchanged: bool = False) -> tuple[Refined, Coarse]:
@@ -66,6 +66,18 @@ def test_each_sign_sees_its_trouble(sign, refined_and_coarse):
     assert words in judged(signs, None)[1]
 
 
+def test_stage_2_may_be_unsure_at_the_surface_and_not_inside():
+    refined, coarse = parts()
+    right = refined.logits.numpy() > 0
+    inner = np.logical_and.reduce([np.roll(right, by, axis) for axis in range(3) for by in (-1, 1)])
+    unsure = [
+        found(replace(refined, logits=refined.logits * torch.from_numpy(kept)), coarse)
+        for kept in (~right | inner, ~inner)
+    ]
+    assert unsure[0].doubt < 0.02
+    assert unsure[1].doubt > 0.3
+
+
 def test_a_mask_that_misses_half_the_lung_is_seen_by_what_it_leaves_out():
     scan = chest(chest_grid((3.0, 3.0, 5.0)))
     labels = truth(scan.grid)
@@ -74,6 +86,15 @@ def test_a_mask_that_misses_half_the_lung_is_seen_by_what_it_leaves_out():
     assert signs.missed > 0.5
     assert signs.disagreement > 0.2
     assert signs.abrupt > 2 * found(*parts()).abrupt
+
+
+def test_a_surface_that_runs_through_lung_is_seen_by_its_having_no_edge():
+    scan = chest(chest_grid((3.0, 3.0, 5.0)))
+    labels = truth(scan.grid)
+    right = labels == RIGHT_LUNG.value
+    inner = np.logical_and.reduce([np.roll(right, by, axis) for axis in range(3) for by in (-4, 4)])
+    assert found(*parts(), labels=np.where(right & ~inner, 0, labels)).faint > NOTABLE["faint"][0]
+    assert found(*parts(), labels=labels).faint < 0.05
 
 
 def test_a_mask_at_the_scans_border_and_one_of_tissue_are_seen():
@@ -107,12 +128,12 @@ def test_an_empty_mask_has_no_signs():
 
 def test_quality_never_grows_with_trouble():
     clean = CALIBRATION.quality(CLEAN)
-    assert clean == CALIBRATION.best
+    assert clean == pytest.approx(1 / (1 + np.exp(-CALIBRATION.log_odds)))
     for name in CALIBRATION.weights:
         worse = [CALIBRATION.quality(replace(CLEAN, **{name: value})) for value in (0.0, 0.01, 0.1, 0.5, 1.0)]
         assert worse == sorted(worse, reverse=True)
         assert worse[-1] < 0.6
-    assert CALIBRATION.quality(replace(CLEAN, disagreement=9.0)) == 0
+    assert CALIBRATION.quality(replace(CLEAN, disagreement=9.0)) < 0.001
 
 
 def test_the_verdict_follows_the_quality_and_says_why():
@@ -122,7 +143,7 @@ def test_the_verdict_follows_the_quality_and_says_why():
     assert quality < CALIBRATION.review_below
     assert reasons == (NOTABLE["doubt"][1],)
     # Trouble that is nowhere large: the largest share of it is named.
-    assert judged(replace(CLEAN, disagreement=0.12, doubt=0.05), CALIBRATION)[1] == (NOTABLE["disagreement"][1],)
+    assert judged(replace(CLEAN, disagreement=0.12, doubt=0.015), CALIBRATION)[1] == (NOTABLE["disagreement"][1],)
 
 
 def test_a_model_keeps_its_calibration_in_its_notes():
@@ -131,7 +152,7 @@ def test_a_model_keeps_its_calibration_in_its_notes():
     assert Calibration.of(noted) == CALIBRATION
     assert Calibration.of(replace(noted, sha256="2" * 64)) is None, "other weights make other errors"
     assert Calibration.of(model) is None
-    assert Calibration.of(replace(model, notes={NOTE: {"sha256": model.sha256, "bias": 4.0}})) is None, "as once fitted"
+    assert Calibration.of(replace(model, notes={NOTE: {"sha256": model.sha256, "best": 1.1}})) is None, "as once fitted"
 
 
 def test_the_shorter_lung_is_noted_and_not_the_taller():

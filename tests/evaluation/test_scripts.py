@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from cascadeseg import read_scan
+from cascadeseg.cascade.confidence import Calibration, Signs
 from cascadeseg.formats import Scan
 from cascadeseg.geometry import Grid
 from cascadeseg.network import load_model, shipped_model
@@ -180,3 +181,19 @@ def test_the_network_for_the_orientation_learns_from_those_who_lie_as_their_head
     rows = script.table({"toys": [("toy", chest)]}, network).splitlines()
     assert rows[0] == "| | toys (1) |"
     assert [row[2:5] for row in rows[2:10]] == ["RAS", "RAI", "RPS", "RPI", "LAS", "LAI", "LPS", "LPI"]
+
+
+def test_the_calibration_is_found_again_in_what_it_foretells(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    calibrate = importlib.import_module("calibrate")
+    known = Calibration(4.0, {"disagreement": 5.0, "others": 3.0}, review_below=0.9)
+    random, none = np.random.default_rng(0), dict.fromkeys(Signs.__dataclass_fields__, 0.0)
+    masks = []
+    for seed in range(300):
+        disagreement, others, missed = random.uniform(0, 0.8, 3)
+        signs = Signs(**none | {"disagreement": disagreement, "others": others, "missed": missed})
+        better = float(np.sqrt(missed)) / 50  # a sign that goes with better masks is not believed
+        masks.append(calibrate.Judgement(seed, "solid", known.quality(signs) + better, signs, ()))
+    found = calibrate.fitted(masks, ridge=1e-4)
+    assert found.log_odds == pytest.approx(4.0, abs=0.3)
+    assert found.weights == pytest.approx({"disagreement": 5.0, "others": 3.0}, rel=0.1)
