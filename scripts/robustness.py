@@ -229,7 +229,8 @@ def slug(change: str) -> str:
 def reviewed(lungs: list[dict[str, Any]]) -> str:
     """Two cells: of the masks with a Dice below `GOOD_DICE` those for review, and of the others."""
     groups = [[lung for lung in lungs if (lung["dice"] < GOOD_DICE) == bad] for bad in (True, False)]
-    return " | ".join(f"{sum(lung['verdict'] == 'review' for lung in group)} of {len(group)}" for group in groups)
+    counts = [(sum(lung["verdict"] == "review" for lung in group), len(group)) for group in groups]
+    return " | ".join(f"{told} of {count}" if count else "" for told, count in counts)
 
 
 def table(records: list[dict[str, Any]]) -> str:
