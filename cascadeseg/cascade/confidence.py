@@ -2,7 +2,7 @@
 
 Everything is looked up on a coarse lattice in the lung's own box (at most `LATTICE_POINTS` points), so that it costs
 milliseconds and no memory to speak of. Each sign of trouble grows with doubt; a logistic model of the Dice itself (as
-of a share, 10.1002/(SICI)1099-1255(199611)11:6<619::AID-JAE418>3.0.CO;2-1), none of whose coefficients is negative,
+of a share, doi 10.1002/(SICI)1099-1255(199611)11:6<619::AID-JAE418>3.0.CO;2-1), none of whose coefficients is negative,
 turns them into the Dice to expect. The coefficients belong to the weights whose errors they were fitted on
 (``scripts/calibrate.py``), so they lie with them, in the model's notes.
 """
@@ -139,7 +139,8 @@ class Calibration:
 
     def quality(self, signs: Signs) -> float:
         """The Dice to expect of the mask."""
-        return 1 / (1 + math.exp(sum(self.contributions(signs).values()) - self.log_odds))
+        log_odds = self.log_odds - sum(self.contributions(signs).values())
+        return (1 + math.tanh(log_odds / 2)) / 2
 
     def contributions(self, signs: Signs) -> dict[str, float]:
         """What each sign takes away from the log-odds."""
