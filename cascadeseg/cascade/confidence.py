@@ -313,7 +313,7 @@ def _faint(hu: Values, outside: Mask, mask: Mask) -> float:
 def _means(hu: Values, where: Mask) -> Values:
     """(lattice) of the 3 x 3 x 3 points around each, those that are meant."""
     chosen = torch.from_numpy(np.stack([hu * where, where.astype(np.float32)]))
-    total, count = F.avg_pool3d(chosen, 3, stride=1, padding=1).numpy()
+    total, count = F.avg_pool3d(F.pad(chosen, [1] * 6), 3, stride=1).numpy()
     means: Values = total / np.maximum(count, 1e-6)
     return means
 
