@@ -266,7 +266,7 @@ def judgements(scans: list[dict[str, Any]]) -> list[Judgement]:
     return found
 
 
-def fitted(masks: list[Judgement], rounds: int = 5_000, ridge: float = 1e-2) -> Calibration:
+def fitted(masks: list[Judgement], rounds: int = 10_000, ridge: float = 1e-2) -> Calibration:
     """Logistic regression of the Dice, with weights that are not negative, by projected gradients."""
     found = [features(mask.signs) for mask in masks if mask.signs]
     names = list(found[0])
@@ -274,10 +274,11 @@ def fitted(masks: list[Judgement], rounds: int = 5_000, ridge: float = 1e-2) -> 
     mean, sd = every.mean(axis=0), every.std(axis=0) + 1e-9
     x, y = (every - mean) / sd, np.array([mask.dice for mask in masks if mask.signs])
     log_odds, weights = 0.0, np.zeros(len(names))
+    step = 4 / (1 + len(names))  # no signs, however much alike, bend the likelihood more
     for _ in range(rounds):
         error = 1 / (1 + np.exp(x @ weights - log_odds)) - y
-        log_odds -= error.mean()
-        weights = np.maximum(0, weights - (ridge * weights - x.T @ error / len(y)))
+        log_odds -= step * error.mean()
+        weights = np.maximum(0, weights - step * (ridge * weights - x.T @ error / len(y)))
     log_odds, weights = float(log_odds + mean / sd @ weights), weights / sd
     kept = {name: round(float(weight), 4) for name, weight in zip(names, weights, strict=True) if weight > 1e-4}
     return Calibration(round(log_odds, 4), kept, review_below=REVIEW_BELOW)
