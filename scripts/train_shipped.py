@@ -23,8 +23,8 @@ preset training_bowel; 7,000 on 3,000 of training, training_bowel, training_flui
 training_air together; 1,500 on 500 of training_bowel. What counts is the mean of the third and the fifth, which keeps
 most of what each of them is better at (docs/model-development.md, entries 34, 36, 41, 65 and 67). The gpu recipe's is
 four of the same kinds, with bowel once where the other has it twice, and the mean of the second and the fourth. The cpu
-recipe's stage 2 is three, on the same patients and more of them each time, and the mean of all three: the first finds
-surfaces best, the others know more of disease (entry 56).
+recipe's stage 2 is three, on the same patients and more of them each time, and the last of them is taken. (The shipped
+stage 2 is the mean of such three, which with fewer steps is worse than the last: entries 56 and 70.)
 
 OUT/model is what `cascadeseg infer --model` takes; OUT/card.md is the part of the model card that can be written by a
 machine: hash, recipe, effort, and with ``--scans`` (see validate.py) the scores. ``--install`` puts the model into the
@@ -270,9 +270,9 @@ def combined(options: argparse.Namespace) -> Path:
             int(model.notes[f"stage{stage}_steps"]) for of, model in models if of == stage
         )
     locators = [model.locator for stage, model in models if stage == 1]
-    refiners = [model.refiner for stage, model in models if stage == 2 and model.refiner]
     locator = mean_of(locators[-3::2])  # the last, and that from which MIXED went on
-    model = Model(locator, mean_of(refiners), name=models[-1][1].name, version=options.model_version, notes=notes)
+    last = models[-1][1]
+    model = Model(locator, last.refiner, name=last.name, version=options.model_version, notes=notes)
     folder: Path = options.output / "model"
     save_model(model, folder)
     return folder
