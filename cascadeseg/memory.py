@@ -1,10 +1,11 @@
-"""What the C library keeps of freed memory, and how to tell that there is none left."""
+"""What the process has in memory, what the C library keeps of it once freed, how to tell that there is none left."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import sys
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -39,6 +40,20 @@ def _resident_mb() -> float:
     except (OSError, IndexError, ValueError):
         return float("inf")
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def peak_memory_mb() -> float:
+    """The largest resident memory this process ever had, in 10^6 bytes as all memory here."""
+    if sys.platform == "win32":
+        return float("nan")
+    if sys.platform == "linux":  # where getrusage begins with what the program had that started this one
+        with suppress(OSError, ValueError, StopIteration):
+            lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+            return int(next(line for line in lines if line.startswith("VmHWM:")).split()[1]) * 1024 / 1e6
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return float(peak) * (1 if sys.platform == "darwin" else 1024) / 1e6
 
 
 def share_one_heap() -> None:

@@ -25,9 +25,10 @@ from isal import igzip
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from cascadeseg.cascade.pipeline import Segmentation, Segmenter, peak_memory_mb
+from cascadeseg.cascade.pipeline import Segmentation, Segmenter
 from cascadeseg.formats import read_scan, write_labels
 from cascadeseg.labels import LUNGS
+from cascadeseg.memory import peak_memory_mb
 from cascadeseg.network import Engine, Stage, UNet, UNetConfig, View, find_device, stage_of
 from cascadeseg.network.bounded import Runner
 from cascadeseg.network.slabs import Image

@@ -139,8 +139,7 @@ def measured(tricks: Tricks, shape: tuple[int, ...], steps: int, device: str) ->
     """Peak memory and median time of a step."""
     import torch
 
-    from cascadeseg.cascade.pipeline import peak_memory_mb
-    from cascadeseg.memory import keep_freed_memory
+    from cascadeseg.memory import keep_freed_memory, peak_memory_mb
     from cascadeseg.network.engine import find_device
 
     keep_freed_memory()

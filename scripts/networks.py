@@ -200,7 +200,7 @@ def timed(stage: Stage, shape: tuple[int, ...], options: argparse.Namespace) -> 
     """Seconds and memory of one network's forward pass. Runs in a process of its own."""
     import torch
 
-    from cascadeseg.cascade.pipeline import peak_memory_mb
+    from cascadeseg.memory import peak_memory_mb
 
     if options.threads:
         torch.set_num_threads(options.threads)

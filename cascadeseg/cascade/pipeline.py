@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import inf
@@ -38,6 +37,7 @@ from cascadeseg.formats import has_its_own_affine, read_scan, scan_of
 from cascadeseg.formats.scan import Before, Scan
 from cascadeseg.geometry import Box, Mask, bounding_box, canonical_view
 from cascadeseg.labels import LUNGS, Label
+from cascadeseg.memory import peak_memory_mb
 from cascadeseg.network.bounded import BoundedEngine
 from cascadeseg.network.engine import Precision, find_device, give_back
 from cascadeseg.network.model import Model, load_model
@@ -396,17 +396,3 @@ def _concerns(lungs: tuple[LungResult, ...], orientation: Orientation | None) ->
         if reasons := [reason for reason in lung.reasons if lung.volume_ml and reason != UNLIKE_THE_HEADER]:
             concerns.append(f"look at the {lung.label.title}: {'; '.join(reasons)}")
     return tuple(concerns)
-
-
-def peak_memory_mb() -> float:
-    """The largest resident memory this process ever had, in 10^6 bytes as all memory here."""
-    if sys.platform == "win32":
-        return float("nan")
-    if sys.platform == "linux":  # where getrusage begins with what the program had that started this one
-        with suppress(OSError, ValueError, StopIteration):
-            lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
-            return int(next(line for line in lines if line.startswith("VmHWM:")).split()[1]) * 1024 / 1e6
-    import resource
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return float(peak) * (1 if sys.platform == "darwin" else 1024) / 1e6
