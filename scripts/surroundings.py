@@ -1,13 +1,13 @@
-"""What lies around lungs, real scans beside synthetic: tissues just outside them, by region, and gas of the bowel.
+"""What lies around lungs, real scans beside synthetic: tissues just outside them, by region, gas of the bowel, domes.
 
     python scripts/surroundings.py SCANS [--presets healthy training] [--count 12] [--seed 7000]
 
 SCANS holds NAME.nii.gz and NAME_ref.nii.gz (1 right lung, 2 left lung, 255 ignored, here taken for lung), as for
 validate.py. Counted are voxels 2 to 6 mm outside both lungs, 6 to 12 mm straight below the outer half of their domes
-and the backs of their bases, and the gas of the abdomen on the left, within 50 mm of them. Where synthetic patients are
-not as patients are, a network learns what it will not meet, and meets what it never learned. Prints two Markdown
-tables: medians over scans, and from the 10th to the 90th percentile. The scans are looked at, nothing is trained on
-them.
+and the backs of their bases, and the gas of the abdomen on the left, within 50 mm of them; and how far the right
+lung's base lies below its highest place, from back to front. Where synthetic patients are not as patients are, a
+network learns what it will not meet, and meets what it never learned. Prints three Markdown tables: medians over scans,
+and from the 10th to the 90th percentile. The scans are looked at, nothing is trained on them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import cc3d
 import fill_voids
@@ -37,6 +37,8 @@ SHELL_MM = 2.0, 6.0
 UNDER_BASE_MM, DOME_MM, LUNG_ABOVE_MM = (6.0, 12.0), 25.0, 10.0
 BACK = 0.15, 0.30
 """Where the back of a base is looked at, of the lung's depth from its back."""
+DEPTHS, DEPTH, MIDDLE = (0.1, 0.3, 0.5, 0.7, 0.9), 0.05, (0.35, 0.75)
+"""Where the shape of a base is looked at: so far from the lung's back, give or take, and in the middle of its width."""
 STEP_MM = 1.5
 """Finer scans are looked at in every second, third, ... voxel."""
 VOXEL_MM = 1.6, 1.6, 3.0
@@ -63,6 +65,14 @@ Shares = dict[str, list[float]]
 """By region: of each tissue, in per cent."""
 
 
+class Measured(NamedTuple):
+    """Of one scan: what lies around its lungs, `PLACES` of its gas if it has any, the shape of its right base."""
+
+    around: Shares
+    gas: list[float] | None
+    base_mm: list[float]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("scans", type=Path)
@@ -76,9 +86,11 @@ def main() -> None:
     for preset in options.presets:
         seeds = range(options.seed, options.seed + options.count)
         columns[preset] = [measured(*one) for one in synthetic(preset, seeds)]
-    print(as_markdown({kind: [each for each, _ in scans] for kind, scans in columns.items()}))
+    print(as_markdown({kind: [scan.around for scan in scans] for kind, scans in columns.items()}))
     print()
-    print(places_as_markdown({kind: [each for _, each in scans] for kind, scans in columns.items()}))
+    print(places_as_markdown({kind: [scan.gas for scan in scans] for kind, scans in columns.items()}))
+    print()
+    print(base_as_markdown({kind: [scan.base_mm for scan in scans] for kind, scans in columns.items()}))
 
 
 def real(folder: Path) -> Iterator[tuple[Scan, Labels]]:
@@ -99,8 +111,8 @@ def synthetic(preset: str, seeds: Iterable[int]) -> Iterator[tuple[Scan, Labels]
             yield scan, labels
 
 
-def measured(scan: Scan, labels: Labels) -> tuple[Shares, list[float] | None]:
-    """What lies around the lungs of a canonical scan, and where its bowel has gas, looked at in steps of `STEP_MM`.
+def measured(scan: Scan, labels: Labels) -> Measured:
+    """What lies around the lungs of a canonical scan, looked at in steps of `STEP_MM`.
 
     Args:
         scan: canonical.
@@ -111,7 +123,11 @@ def measured(scan: Scan, labels: Labels) -> tuple[Shares, list[float] | None]:
     spacing_mm = [step * mm for step, mm in zip(steps, scan.grid.spacing_mm, strict=True)]
     hu, labels = scan.as_hu(scan.voxels[every]), labels[every]
     distance = distance_mm(labels > 0, spacing_mm)
-    return shares(hu, labels, distance, spacing_mm), places(hu, labels, distance, spacing_mm)
+    return Measured(
+        shares(hu, labels, distance, spacing_mm),
+        places(hu, labels, distance, spacing_mm),
+        base_below_top(labels == RIGHT_LUNG.value, spacing_mm[2]),
+    )
 
 
 def shares(hu: Labels, labels: Labels, distance: Labels, spacing_mm: list[float]) -> Shares:
@@ -165,6 +181,16 @@ def under_back(lung: Mask, spacing_mm: list[float]) -> Mask:
     from_back = (y - y.min()) / max(1, np.ptp(y)) if len(y) else np.zeros(0)
     at_back = (from_back > BACK[0]) & (from_back <= BACK[1])
     return straight_below(lung, x[at_back], y[at_back], spacing_mm)
+
+
+def base_below_top(lung: Mask, slice_mm: float) -> list[float]:
+    """How far (mm) a lung's base lies below its highest place, at each of `DEPTHS`: medians over its columns there."""
+    x, y = np.nonzero(lung.any(axis=2))
+    base_mm = lung.argmax(axis=2)[x, y] * slice_mm
+    across, from_back = ((at - at.min()) / max(1, np.ptp(at)) for at in (x, y))
+    middle = (across > MIDDLE[0]) & (across < MIDDLE[1])
+    heights = [float(np.median(base_mm[middle & (np.abs(from_back - depth) < DEPTH)])) for depth in DEPTHS]
+    return [max(heights) - height for height in heights]
 
 
 def straight_below(lung: Mask, x: Labels, y: Labels, spacing_mm: list[float]) -> Mask:
@@ -226,6 +252,16 @@ def places_as_markdown(columns: dict[str, list[list[float] | None]]) -> str:
         values = np.array([scan for scan in scans if scan is not None]).reshape(-1, len(PLACES)).T
         spreads = [spread(each, digits) if len(each) else "" for each, digits in zip(values, (0, 0, 2, 2), strict=True)]
         lines.append(f"| {kind} | {values.shape[1]} of {len(scans)} | {' | '.join(spreads)} |")
+    return "\n".join(lines)
+
+
+def base_as_markdown(columns: dict[str, list[list[float]]]) -> str:
+    """A row a kind of scan."""
+    depths = " | ".join(f"{depth:.0%}" for depth in DEPTHS)
+    lines = [f"| right base, mm below its top, by depth from the back | scans | {depths} |"]
+    lines.append("|---" * (2 + len(DEPTHS)) + "|")
+    for kind, scans in columns.items():
+        lines.append(f"| {kind} | {len(scans)} | {' | '.join(spread(each) for each in np.array(scans).T)} |")
     return "\n".join(lines)
 
 

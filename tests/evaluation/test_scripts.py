@@ -78,6 +78,16 @@ def test_what_lies_under_the_back_of_a_base_is_counted_in_its_columns_alone(monk
     assert not surroundings.under_back(np.zeros_like(lung), [2.0, 2.0, 1.5]).any()
 
 
+def test_a_base_is_measured_from_its_highest_place_in_the_middle_of_the_lung(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    surroundings = importlib.import_module("surroundings")
+    lung = np.zeros((21, 41, 40), dtype=bool)
+    for part, base in enumerate((8, 14, 18, 20, 15)):
+        lung[:, 8 * part : 8 * part + 9, base:] = True
+    lung[:7] = True  # beside the middle of its width it reaches to the bottom
+    assert surroundings.base_below_top(lung, 3.0) == [36.0, 18.0, 6.0, 0.0, 15.0]
+
+
 def test_disease_is_painted_into_as_much_of_the_lungs_as_it_says_and_into_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
