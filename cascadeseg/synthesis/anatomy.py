@@ -185,13 +185,12 @@ def moved(beads: Beads, patient: Patient) -> Beads:
 
 
 def diaphragm_height(x: Tensor, y: Tensor, patient: Patient, side: int) -> Tensor:
-    """Height of the upper face of one dome."""
+    """Height of the upper face of one dome, whose top lies in front of the middle in most people on their backs."""
     torso, chest = patient.torso, patient.chest
     s = SIDES[side]
-    cx, cy = s * 0.48 * torso.half_width, 0.08 * torso.half_depth
-    u = s * (x - cx) / (0.55 * torso.half_width)
-    v = y - cy
-    v = torch.where(v > 0, v / (0.95 * torso.half_depth), v / (1.08 * torso.half_depth))
+    u = s * x / (0.55 * torso.half_width) - 0.48 / 0.55
+    v = y / torso.half_depth - chest.dome_forward
+    v = torch.where(v > 0, v / (1.03 - chest.dome_forward), v / (1.0 + chest.dome_forward))
     u2, v2 = u.square(), v.square()
     total = (u2 + v2).clamp(min=1e-6)
     lateral = torch.where(u > 0, 1.0, chest.recess_medial)
@@ -617,11 +616,11 @@ def stomach_shape(p: Points, patient: Patient, under: Tensor) -> Tensor:
     k = patient.abdomen.stomach
     x, y, z = p
     top = patient.chest.dome[1]
-    fundus = ellipsoid(p, (-58, -12, top - 50 * k), (42 * k, 40 * k, 46 * k))
+    fundus = ellipsoid(p, (-58, -12, top - 42 * k), (36 * k, 34 * k, 36 * k))
     # Its body lies against the wall in front.
-    front = 0.95 * patient.torso.half_depth - 28 * k
-    body = ellipsoid((x - 0.35 * (z - top), y, z), (-30, front, top - 105), (30 * k, 28 * k, 55 * k))
-    cap = _under_dome(p, under, (-62.0, 7.0), (45 * k, 57 * k), 40 * k)
+    front = 0.95 * patient.torso.half_depth - 22 * k
+    body = ellipsoid((x - 0.35 * (z - top), y, z), (-30, front, top - 105), (25 * k, 22 * k, 48 * k))
+    cap = _under_dome(p, under, (-62.0, 7.0), (45 * k, 57 * k), 26 * k)
     return torch.maximum(smooth_min(smooth_min(fundus, cap, 15), body, 25), under)
 
 

@@ -59,6 +59,7 @@ class Chest:
     recess_front: float
     recess_medial: float
     dome_power: float
+    dome_forward: float
     apex_x: float
     apex_y: float
     apex_dip: tuple[float, float]
@@ -273,10 +274,10 @@ def _draw_chest(d: Draw, torso: Torso, config: SynthesisConfig) -> Chest:
     return Chest(
         dome=(0.0, left_dome),
         recess=max(20.0, d.normal(58, 16 * v)) * breath,
-        recess_back=1 + 1.5 * d.uniform(0.2, 0.7),
-        recess_front=d.uniform(0.0, 1.0),
+        recess_back=1 + 1.5 * d.uniform(0.2, 1.0),
+        recess_front=d.uniform(0.3, 1.6),
         recess_medial=d.uniform(0.12, 0.7),
-        dome_power=d.uniform(2.3, 3.1),
+        dome_power=d.uniform(1.9, 2.9),
         apex_x=d.normal(43, 4 * v),
         apex_y=d.normal(-16, 4 * v),
         apex_dip=(d.uniform(0, 8), d.uniform(0, 8)),
@@ -314,6 +315,7 @@ def _draw_chest(d: Draw, torso: Torso, config: SynthesisConfig) -> Chest:
         hilar_share=d.uniform(0.4, 1.0),
         hilar_cuff=d.uniform(0.5, 3),
         hilar_vessel=d.uniform(2.0, 4.0),
+        dome_forward=min(max(d.normal(0.3, 0.13 * v), 0.0), 0.55),
     )
 
 
