@@ -178,16 +178,21 @@ def under_dome(lung: Mask, outwards: int, spacing_mm: list[float]) -> Mask:
 def under_back(lung: Mask, spacing_mm: list[float]) -> Mask:
     """What lies below a lung's base where this is `BACK` from the lung's back."""
     x, y = np.nonzero(lung.any(axis=2))
-    from_back = (y - y.min()) / max(1, np.ptp(y)) if len(y) else np.zeros(0)
+    from_back = along_span(y)
     at_back = (from_back > BACK[0]) & (from_back <= BACK[1])
     return straight_below(lung, x[at_back], y[at_back], spacing_mm)
+
+
+def along_span(at: Labels) -> Labels:
+    """How far each index lies along the span of all, from 0 to 1."""
+    return (at - at.min()) / max(1, np.ptp(at)) if len(at) else np.zeros(0)
 
 
 def base_below_top(lung: Mask, slice_mm: float) -> list[float]:
     """How far (mm) a lung's base lies below its highest place, at each of `DEPTHS`: medians over its columns there."""
     x, y = np.nonzero(lung.any(axis=2))
     base_mm = lung.argmax(axis=2)[x, y] * slice_mm
-    across, from_back = ((at - at.min()) / max(1, np.ptp(at)) for at in (x, y))
+    across, from_back = along_span(x), along_span(y)
     middle = (across > MIDDLE[0]) & (across < MIDDLE[1])
     heights = [float(np.median(base_mm[middle & (np.abs(from_back - depth) < DEPTH)])) for depth in DEPTHS]
     return [max(heights) - height for height in heights]
