@@ -57,18 +57,23 @@ def give_back(device: torch.device) -> None:
     give_back_freed_memory()
 
 
-def fast_precision(device: torch.device) -> Literal["fp32", "bf16", "fp16"]:
+def fast_precision(device: torch.device, *, training: bool = False) -> Literal["fp32", "bf16", "fp16"]:
     """The precision that a device is really fast at.
 
     On a CPU bfloat16 pays only where the processor multiplies it natively: with Intel's AMX (3 times faster than
     float32, measured), and on AMD's AVX-512 BF16 (2 times, measured on Zen 5). On Intel's AVX-512 BF16 without AMX it
-    is *slower* than float32, and where it is emulated 4-5 times slower.
+    is *slower* than float32 at inference (0.85 times as fast, measured on Emerald Rapids), but at training as fast
+    (stage 1) to 1.6 times faster (stage 2), in 0.4 of the memory. Where it is emulated it is 4-5 times slower.
+
+    Args:
+        device: where the network runs.
+        training: whether it runs backwards, too.
     """
     if device.type == "cuda":
         return "bf16" if _gpu_multiplies_bfloat16(device) else "fp16"
     if device.type == "mps":
-        return "fp16"
-    return "bf16" if _cpu_multiplies_bfloat16() else "fp32"
+        return "fp32" if training else "fp16"
+    return "bf16" if _cpu_multiplies_bfloat16(training) else "fp32"
 
 
 def _gpu_multiplies_bfloat16(device: torch.device) -> bool:
@@ -76,13 +81,18 @@ def _gpu_multiplies_bfloat16(device: torch.device) -> bool:
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def _cpu_multiplies_bfloat16() -> bool:
+def _cpu_multiplies_bfloat16(training: bool) -> bool:
+    flags = _cpu_flags()
+    return "amx_bf16" in flags or ("avx512_bf16" in flags and (training or "AuthenticAMD" in flags))
+
+
+def _cpu_flags() -> str:
+    """Maker and instructions, as Linux tells them; elsewhere nothing."""
     try:
         with Path("/proc/cpuinfo").open(encoding="ascii", errors="replace") as file:
-            flags = file.read(16384)
+            return file.read(16384)
     except OSError:
-        return False
-    return "amx_bf16" in flags or ("AuthenticAMD" in flags and "avx512_bf16" in flags)
+        return ""
 
 
 class Engine:

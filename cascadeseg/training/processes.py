@@ -88,7 +88,7 @@ def training_precision(numbers: OptimisationConfig, place: torch.device) -> str:
         raise ConfigError("optimisation.precision", f"fp16 on {place.type}", "a CUDA device", "use bf16 or fp32")
     if numbers.precision != "auto":
         return numbers.precision
-    return fast_precision(place) if place.type != "mps" else "fp32"
+    return fast_precision(place, training=True)
 
 
 def _fabric_class() -> Any:

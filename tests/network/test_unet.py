@@ -312,6 +312,22 @@ def test_each_gpu_has_its_own_fast_precision(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("flags", "inference", "training"),
+    [
+        ("GenuineIntel avx512_bf16 amx_bf16", "bf16", "bf16"),
+        ("GenuineIntel avx512_bf16", "fp32", "bf16"),
+        ("AuthenticAMD avx512_bf16", "bf16", "bf16"),
+        ("AuthenticAMD avx2", "fp32", "fp32"),
+        ("", "fp32", "fp32"),
+    ],
+)
+def test_each_processor_has_its_own_fast_precision(monkeypatch, flags, inference, training):
+    monkeypatch.setattr("cascadeseg.network.engine._cpu_flags", lambda: flags)
+    assert fast_precision(torch.device("cpu")) == inference
+    assert fast_precision(torch.device("cpu"), training=True) == training
+
+
+@pytest.mark.parametrize(
     ("keys", "value"),
     [
         (["stages", "refiner", "view", "spacing_mm"], 1.5),
