@@ -173,8 +173,11 @@ def fix_statistics(network: UNet, average: UNet) -> None:
             module.eval()
 
 
+@torch.no_grad()
 def take_weights(network: UNet, weights: Mapping[str, Tensor]) -> None:
-    """Starts a network from another's weights, as far as they fit."""
+    """Starts a network from another's weights; if the numbers of outputs differ, those that both have."""
     own = network.state_dict()
-    fitting = {name: t.float() for name, t in weights.items() if name in own and own[name].shape == t.shape}
-    network.load_state_dict(fitting, strict=False)
+    for name in own.keys() & weights.keys():
+        mine, theirs = own[name].view(-1), weights[name].reshape(-1)  # the outputs are the first axis
+        shared = min(len(mine), len(theirs))
+        mine[:shared] = theirs[:shared]
